@@ -29,7 +29,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::admin::MEMORY_POLL_INTERVAL;
 use crate::{Bar, MsixMasking, NvmeFunction};
 
-/// A lease of 1 GiB in blocks of 512 bytes.
+/// Returns the namespace of a lease of 1 GiB in blocks of 512 bytes.
 pub(crate) fn namespace() -> LeasedNamespace {
     LeasedNamespace {
         nsid: Nsid(1),
@@ -47,19 +47,19 @@ pub(crate) fn namespace() -> LeasedNamespace {
     }
 }
 
-/// Command sets of a namespace of blocks.
+/// Returns the command sets of a namespace of logical blocks.
 pub(crate) fn command_sets(limits: &ControllerLimits, lba_shift: u8) -> CommandSets {
     let limits = *limits;
     NvmCommands::describe(&NvmFacts { limits, lba_shift }).into()
 }
 
-/// `WCTEMP` and `CCTEMP` of a drive without a sensor.
+/// Temperature thresholds (`WCTEMP` and `CCTEMP`) that a guest sees of a drive without a sensor.
 pub(crate) const THRESHOLDS: TemperatureThresholds = TemperatureThresholds {
     warning: 343,
     critical: 373,
 };
 
-/// Limits of a host controller.
+/// Returns limits that a host controller may have.
 pub(crate) fn limits() -> ControllerLimits {
     ControllerLimits {
         commands: nvme_spec::identify::Oncs(u16::MAX),
@@ -79,21 +79,21 @@ pub(crate) fn limits() -> ControllerLimits {
     }
 }
 
-/// Number of queue pairs of the tests' functions.
+/// Number of queue pairs that functions of the tests have.
 pub(crate) const QUEUE_PAIRS: u16 = 4;
 /// Number of entries of each admin queue. It is small, so that tests wrap around the queues.
 pub(crate) const ADMIN_ENTRIES: u32 = 4;
 
-/// Addresses of the guest's memory.
+/// Range of guest addresses at which the guest's memory is mapped.
 pub(crate) const MEMORY: Range<u64> = 0x10_0000..0x50_0000;
 pub(crate) const ADMIN_SQ: u64 = 0x10_0000;
 pub(crate) const ADMIN_CQ: u64 = 0x10_1000;
-/// Start of the guest memory that tests use for data.
+/// Start of the guest memory that tests use for the data of commands.
 pub(crate) const DATA: u64 = 0x20_0000;
 /// Guest address at which no memory is mapped.
 pub(crate) const UNMAPPED: u64 = 0x80_0000;
 
-/// Clock that advances only when a thread sleeps on it, so that no wait times out because its thread was preempted.
+/// Clock that advances only when a thread sleeps by it. So a thread that is preempted exceeds no timeout.
 #[derive(Debug, Default)]
 pub(crate) struct FixtureClock(Mutex<Duration>);
 
@@ -133,7 +133,7 @@ pub(crate) fn local_backend(mode: DoorbellMode) -> LocalBackend {
     )
 }
 
-/// Returns a back end for a drive whose whole range is leased.
+/// Returns a back end whose lease is a whole drive.
 pub(crate) fn local_backend_with(
     mode: DoorbellMode,
     drive: Arc<Drive>,
@@ -172,7 +172,7 @@ pub(crate) fn local_backend_with(
         .with_clock(fixture_clock())
 }
 
-/// Returns a function with the back end of [`local_backend`].
+/// Returns a function on a back end as [`local_backend`] creates it.
 pub(crate) fn function(mode: DoorbellMode, masking: MsixMasking) -> NvmeFunction {
     NvmeFunction::new(Arc::new(local_backend(mode)), masking).with_clock(fixture_clock())
 }
@@ -197,7 +197,7 @@ pub(crate) fn map_memory(function: &NvmeFunction, memory: OwnedFd) {
     function.backend().map(region).expect("mapped");
 }
 
-/// A guest's driver for the admin queue.
+/// A guest's driver for the admin queue of a function.
 pub(crate) struct TestGuest {
     pub(crate) function: NvmeFunction,
     pub(crate) interrupt: EventFd,
@@ -282,7 +282,7 @@ impl TestGuest {
             .expect("memory of the guest");
     }
 
-    /// Writes a command to the admin Submission Queue, without ringing the doorbell.
+    /// Writes a command to the admin Submission Queue, without ringing the doorbell. Returns the command's identifier.
     pub(crate) fn enqueue(&mut self, mut sqe: Sqe) -> CommandId {
         let cid = CommandId(self.next_cid);
         self.next_cid = self.next_cid.wrapping_add(1);
@@ -292,13 +292,13 @@ impl TestGuest {
         cid
     }
 
-    /// Rings the doorbell of the admin Submission Queue, and lets the controller work.
+    /// Rings the doorbell of the admin Submission Queue, and lets the function carry out the commands.
     pub(crate) fn ring(&mut self) {
         self.doorbell(Doorbell::SqTail(QueueId::ADMIN), self.sq_tail);
         self.function.process_events();
     }
 
-    /// Submits a command to the admin queue, and lets the controller work.
+    /// Submits a command to the admin queue, and lets the function carry it out. Returns the command's identifier.
     pub(crate) fn submit(&mut self, sqe: Sqe) -> CommandId {
         let cid = self.enqueue(sqe);
         self.ring();
@@ -318,7 +318,7 @@ impl TestGuest {
         Some(cqe)
     }
 
-    /// Writes the head doorbell of the admin Completion Queue, and lets the controller work.
+    /// Writes the head doorbell of the admin Completion Queue, and lets the function continue.
     pub(crate) fn consume(&mut self) {
         self.doorbell(Doorbell::CqHead(QueueId::ADMIN), self.cq_head);
         self.function.process_events();
@@ -331,7 +331,7 @@ impl TestGuest {
         cqe
     }
 
-    /// Executes one admin command. If the command names unmapped memory, the memory stays unmapped.
+    /// Executes one admin command and returns its completion. If the command names unmapped memory, the memory stays unmapped.
     pub(crate) fn admin(&mut self, sqe: Sqe) -> Cqe {
         let cid = self.submit(sqe);
         if self.function.events_poll_interval() == Some(MEMORY_POLL_INTERVAL) {

@@ -4,11 +4,11 @@
 
 use std::time::Duration;
 
-/// Timeout for pausing several functions together. A function that quiesces fast waits at most this long for the other
-/// functions.
+/// Maximum time for pausing several functions together. A function that quiesces fast is paused at most this long while others
+/// still quiesce.
 const PAUSE_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Timeout for pausing a function on a slow drive, while functions of other drives run.
+/// Maximum time for pausing a function of a slow drive, while functions of other drives run.
 const SLOW_PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Pauses all functions at the same time. `ask` gets the indices of functions to pause and a timeout, and returns a value for
@@ -50,7 +50,8 @@ pub fn pause_all<R>(
     Ok(resting)
 }
 
-/// Pauses the functions at the given indices. If a function cannot be paused, all of them resume.
+/// Pauses the functions at the given indices. If one of them cannot be paused, returns its index and the reason, and the others
+/// resume.
 fn pause_some<R>(
     places: &[usize],
     time: Duration,
@@ -69,7 +70,7 @@ mod tests {
 
     use super::*;
 
-    /// Functions on a simulated clock. Each function needs a given time to quiesce; `None` stands for a drive that never
+    /// Functions on a simulated clock. Each has the time that it needs to quiesce; `None` stands for a drive that never
     /// answers.
     struct SimulatedFunctions {
         now: Cell<Duration>,
@@ -111,7 +112,7 @@ mod tests {
             places.iter().map(rest).collect()
         }
 
-        /// Quiesces all functions. Returns the result, and the duration of each function's longest pause in milliseconds.
+        /// Quiesces all functions. Returns the result, and the longest pause of each function in milliseconds.
         fn quiesce_all(self: &Rc<Self>) -> (Result<Vec<usize>, usize>, Vec<u128>) {
             let result = pause_all(self.quiesce_times.len(), |places, time| {
                 self.quiesce(places, time)

@@ -8,11 +8,11 @@ use nvme_spec::{admin::AbortCommand, ids::QueueId};
 
 use super::{admin_rings::AdminCompletion, async_events::AsyncEvents};
 
-/// Abort Command Limit, `ACL`, as a zero-based value: four commands, as the specification recommends. An Abort completes
-/// without a wait, so the guest never reaches the limit.
+/// Abort Command Limit, `ACL`, as a zero-based value: four commands, as the specification recommends. A guest never reaches the
+/// limit, because an Abort completes without a wait.
 pub(super) const LIMIT_Z: u8 = 3;
 
-/// Bit 0 of completion dword 0, which is set if the command was *not* aborted.
+/// Value of completion dword 0 for a command that was aborted. Bit 0 is set if the command was *not* aborted.
 const ABORTED: u32 = 0;
 const NOT_ABORTED: u32 = 1;
 

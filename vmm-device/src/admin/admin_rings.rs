@@ -24,7 +24,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use crate::{registers::AdminQueues, state::parts::AdminRingsState};
 
-/// Maximum queue size that AQA can express.
+/// Maximum number of entries of an admin queue that AQA can express.
 const ENTRIES_MAX: u32 = 4096;
 
 /// Completion of an admin command.
@@ -35,12 +35,12 @@ pub(super) struct AdminCompletion {
     pub(super) dw0: u32,
 }
 
-/// Result of reading both admin doorbells.
+/// Result of a read of both admin doorbells.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct AdminDoorbellPoll {
-    /// Set if a doorbell had a value that is invalid for its queue.
+    /// True if a doorbell had a value that is invalid for its queue, for the first time.
     pub(super) has_invalid_value: bool,
-    /// Set if the driver changed a doorbell at every read, so that the caller must read the doorbells again.
+    /// True if the driver changed a doorbell during each read, so that the caller must read the doorbells again.
     pub(super) needs_another_read: bool,
 }
 
@@ -49,24 +49,25 @@ pub(super) struct AdminDoorbellPoll {
 pub(super) struct GuestAdminRings {
     sq_base: Gpa,
     sq_head: RingIndex,
-    /// Last valid tail of the submission queue.
+    /// Last valid value of the Submission Queue's tail doorbell.
     sq_tail: u32,
     cq_base: Gpa,
     cq: CompletionIndices,
-    /// Last value of each doorbell, from the register or the Doorbell Buffer, whether valid or not.
+    /// Last value of each doorbell (tail, head), valid or not, from the register or the Doorbell Buffer.
     seen: [u32; 2],
-    /// Doorbell Buffer values at the last read. A change shows that the driver uses the buffer for the admin queue.
+    /// Value of each doorbell in the Doorbell Buffer at the last read. A change shows that the driver uses the buffer for the
+    /// admin queue.
     seen_buffered: [u32; 2],
-    /// Maximum number of positions by which a register value can be older than the value in the Doorbell Buffer.
+    /// For each doorbell, maximum number of positions by which the register may be behind the value in the Doorbell Buffer.
     lag_max: [u32; 2],
     buffer: Option<DoorbellBuffer>,
 }
 
-/// Maximum number of reads of a doorbell in one call, while the driver keeps changing it.
+/// Maximum number of times that one call reads a doorbell that the driver keeps changing.
 const READS_MAX: u32 = 4;
 
 impl GuestAdminRings {
-    /// Creates empty rings; `None` if a queue size is 0.
+    /// Creates empty rings; `None` if a queue has 0 entries.
     pub(super) fn new(queues: AdminQueues) -> Option<Self> {
         Some(Self {
             sq_base: queues.sq_base,
@@ -81,7 +82,7 @@ impl GuestAdminRings {
         })
     }
 
-    /// Reads both doorbells.
+    /// Reads both doorbells, from the registers and the Doorbell Buffer, and applies their values.
     pub(super) fn read_doorbells(&mut self, shared: &SharedBackendParts) -> AdminDoorbellPoll {
         let mut look = AdminDoorbellPoll::default();
         // An invalid value of one doorbell does not prevent reading the other doorbell.
@@ -140,8 +141,8 @@ impl GuestAdminRings {
         look.needs_another_read = true;
     }
 
-    /// Returns whether a register value is not new: it equals the last value, or the driver has stored it earlier in the
-    /// Doorbell Buffer.
+    /// Returns whether a register has no new value: it equals the last value, or one that the driver has stored in the Doorbell
+    /// Buffer before.
     fn is_known_value(&mut self, doorbell: Doorbell, register: u32) -> bool {
         let place = doorbell_index(doorbell);
         let seen = self.seen[place];
@@ -168,8 +169,8 @@ impl GuestAdminRings {
         }
     }
 
-    /// Starts to use a new Doorbell Buffer: stores the doorbells' values in the buffer, and requests a register write for every
-    /// move.
+    /// Starts to use a new Doorbell Buffer. Stores the present doorbell values in it, and asks the driver to write the register
+    /// at each move.
     pub(super) fn use_doorbell_buffer(
         &mut self,
         buffer: DoorbellBuffer,
@@ -189,7 +190,7 @@ impl GuestAdminRings {
         }
     }
 
-    /// Returns a doorbell's value in the Doorbell Buffer; `None` without a buffer.
+    /// Returns a doorbell's value in the Doorbell Buffer; `None` if there is no buffer.
     fn buffered_doorbell(&self, doorbell: Doorbell, shared: &SharedBackendParts) -> Option<u32> {
         let gpa = buffered_doorbell_gpa(self.buffer?.shadow, doorbell, shared)?;
         shared.memory.load(gpa)
@@ -210,7 +211,7 @@ impl GuestAdminRings {
         fence(Ordering::SeqCst);
     }
 
-    /// Returns the last valid value of a doorbell.
+    /// Returns the last valid value of a doorbell: the tail or the head.
     fn doorbell_value(&self, doorbell: Doorbell) -> u32 {
         match doorbell {
             Doorbell::SqTail(_) => self.sq_tail,
@@ -218,7 +219,7 @@ impl GuestAdminRings {
         }
     }
 
-    /// Applies a doorbell value. An invalid value changes nothing. It is reported when it is first read, and not again.
+    /// Applies a doorbell value. An invalid value changes nothing, and is reported only when it is read for the first time.
     pub(super) fn apply_doorbell(
         &mut self,
         doorbell: Doorbell,
@@ -239,12 +240,13 @@ impl GuestAdminRings {
         }
     }
 
-    /// Reserves a completion queue entry; `None` if the queue is full of completions that the guest has not consumed.
+    /// Reserves an entry of the Completion Queue. Returns `None` if all entries have completions that the guest has not
+    /// consumed.
     pub(super) fn reserve(&mut self) -> Option<CompletionCredit> {
         self.cq.reserve()
     }
 
-    /// Returns whether the completion queue has a free entry.
+    /// Returns whether the Completion Queue has a free entry.
     pub(super) fn has_free_slot(&self) -> bool {
         self.cq.free_entries() > 0
     }
@@ -256,8 +258,8 @@ impl GuestAdminRings {
             .distance(self.sq_head.get(), self.sq_tail)
     }
 
-    /// Takes the next command. Frees the reserved completion queue entry, which only proves that the command could complete
-    /// now. A command that waits for an event must not occupy an entry.
+    /// Takes the next command of the Submission Queue, if there is one. Frees the reserved Completion Queue entry, which only
+    /// proves that the command could complete now: a command that waits for an event must not occupy an entry.
     pub(super) fn take(
         &mut self,
         room: CompletionCredit,
@@ -276,7 +278,7 @@ impl GuestAdminRings {
         Ok(Some(sqe))
     }
 
-    /// Posts a completion into its reserved entry. On failure, frees the entry.
+    /// Posts a completion in its reserved entry. If the memory is not mapped, frees the entry and fails.
     pub(super) fn post(
         &mut self,
         room: CompletionCredit,
@@ -291,7 +293,7 @@ impl GuestAdminRings {
         posted
     }
 
-    /// Writes a completion queue entry at the tail.
+    /// Writes a completion to the entry at the Completion Queue's tail.
     fn write(&self, completion: AdminCompletion, memory: &GuestMemory) -> Result<(), DmaError> {
         let AdminCompletion { cid, status, dw0 } = completion;
         // The cast keeps the value: indices stay below 4,096, the maximum of AQA.
@@ -336,7 +338,7 @@ impl GuestAdminRings {
         }
     }
 
-    /// Checks a saved state before it is restored.
+    /// Checks that a guest can have brought its admin queues into a saved state.
     pub(super) fn check(state: &AdminRingsState) -> Result<(), BackendStateError> {
         let AdminRingsState {
             sq_entries,
@@ -368,7 +370,7 @@ impl GuestAdminRings {
         Ok(())
     }
 
-    /// Restores a [checked](Self::check) state; `None` if it is invalid.
+    /// Restores a [checked](Self::check) state. Returns `None` for a state that the check would refuse.
     pub(super) fn from_state(
         state: &AdminRingsState,
         buffer: Option<DoorbellBuffer>,
@@ -406,13 +408,13 @@ impl GuestAdminRings {
         })
     }
 
-    /// Returns whether the completion queue has completions that the host has not consumed.
+    /// Returns whether the Completion Queue has completions that the guest has not consumed.
     pub(super) fn has_unconsumed_completions(&self) -> bool {
         self.cq.unconsumed() != 0
     }
 }
 
-/// Returns the guest address at which a page of the Doorbell Buffer has a doorbell.
+/// Returns the guest address of a doorbell in a page of the Doorbell Buffer.
 fn buffered_doorbell_gpa(
     page: Gpa,
     doorbell: Doorbell,
@@ -421,14 +423,14 @@ fn buffered_doorbell_gpa(
     page.checked_add(doorbell.offset(shared.doorbells.dstrd()))
 }
 
-/// Stores a doorbell in a page of the Doorbell Buffer. A store to an unmapped page is dropped.
+/// Stores a doorbell's value in a page of the Doorbell Buffer. Drops it if the page is not mapped.
 fn store_buffered_doorbell(page: Gpa, doorbell: Doorbell, value: u32, shared: &SharedBackendParts) {
     if let Some(gpa) = buffered_doorbell_gpa(page, doorbell, shared) {
         shared.memory.store(gpa, value);
     }
 }
 
-/// Returns a doorbell's index in `seen`, `seen_buffered` and `lag_max`.
+/// Returns the index of a doorbell in `seen`, `seen_buffered` and `lag_max`.
 fn doorbell_index(doorbell: Doorbell) -> usize {
     match doorbell {
         Doorbell::SqTail(_) => 0,
@@ -436,8 +438,8 @@ fn doorbell_index(doorbell: Doorbell) -> usize {
     }
 }
 
-/// Returns the guest address of a queue entry. If the queue crosses the end of the address space, the returned address is one
-/// at which accesses fail as unmapped.
+/// Returns the guest address of an entry of a queue. If the queue crosses the end of the address space, returns an address that
+/// is never mapped.
 fn entry_gpa(base: Gpa, index: u32, size: usize) -> Gpa {
     Gpa(base.0.wrapping_add(u64::from(index) * size as u64))
 }

@@ -13,22 +13,22 @@ use nvme_spec::{
 use super::admin_rings::AdminCompletion;
 use crate::state::parts::AsyncEventsState;
 
-/// Asynchronous Event Request Limit, `AERL`, as a zero-based value: four requests, the recommended minimum.
+/// Asynchronous Event Request Limit, `AERL`, as a zero-based value: four requests, the minimum that is recommended.
 pub(super) const LIMIT_Z: u8 = 3;
 
-/// Asynchronous events of one controller.
+/// Asynchronous events of one controller, and the guest's requests for them.
 #[derive(Debug, Default)]
 pub(super) struct AsyncEvents {
-    /// Requests that wait for an event, the oldest first.
+    /// Identifiers of the guest's requests that wait for an event, oldest first.
     requests: VecDeque<CommandId>,
-    /// Events that wait for a request, without duplicates.
+    /// Events that wait for a request of the guest, without duplicates.
     events: VecDeque<AsyncEvent>,
-    /// Masked event types, as bits. A type is masked from the report of an event until the guest reads the associated log page.
+    /// Masked types of events, one bit each. A type is masked from the report of an event until the guest reads its log page.
     masked: u8,
 }
 
 impl AsyncEvents {
-    /// Adds an Asynchronous Event Request, which completes when an event occurs.
+    /// Adds an Asynchronous Event Request of the guest. It completes when an event occurs. Fails if the limit is reached.
     pub(super) fn add_request(&mut self, cid: CommandId) -> Result<(), Status> {
         if self.requests.len() > usize::from(LIMIT_Z) {
             return Err(Status::ASYNC_EVENT_LIMIT_EXCEEDED);
@@ -48,7 +48,7 @@ impl AsyncEvents {
         })
     }
 
-    /// Adds an event. Returns `false` if an equal event already waits for a request.
+    /// Adds an event for the guest. Returns `false` if an equal event already waits for a request.
     pub(super) fn raise(&mut self, event: AsyncEvent) -> bool {
         let news = !self.events.contains(&event);
         if news {
@@ -57,14 +57,14 @@ impl AsyncEvents {
         news
     }
 
-    /// Adds an event in front of all waiting events.
+    /// Adds an event for the guest, in front of all events that wait for a request.
     pub(super) fn raise_first(&mut self, event: AsyncEvent) {
         self.events.retain(|other| *other != event);
         self.events.push_front(event);
     }
 
-    /// Completes a request without an event, so that the guest's interrupt handler finds a completion. Does not mask an event
-    /// type, because the guest would not read a log page that unmasks it.
+    /// Completes a request without an event, so that the guest's interrupt handler finds a completion. Masks no type of event,
+    /// because the guest will not read a log page, which would unmask it. Returns `None` if no request waits.
     pub(super) fn complete_without_event(&mut self) -> Option<AdminCompletion> {
         Some(AdminCompletion {
             cid: self.requests.pop_front()?,
@@ -78,8 +78,8 @@ impl AsyncEvents {
         self.masked &= !event_type_bit(event_type);
     }
 
-    /// Completes a waiting request with a waiting event, and masks the event's type. Returns `None` if there is no request or
-    /// no event.
+    /// Completes a request with the first event that may be reported, and masks the event's type. Returns `None` if there is no
+    /// request, or no such event.
     pub(super) fn report_next(&mut self) -> Option<AdminCompletion> {
         let masked = self.masked;
         let index = self
@@ -97,7 +97,7 @@ impl AsyncEvents {
     }
 }
 
-/// Maximum number of waiting events in a saved state, which exceeds the number of different events.
+/// Maximum number of waiting events in a saved state. It is above the number of events that differ.
 const EVENTS_MAX: usize = 32;
 
 impl AsyncEvents {

@@ -11,7 +11,7 @@ use nvme_spec::{
     status::Status,
 };
 
-/// Admin command that the controller supports.
+/// An admin command that the controller supports, with its parsed parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AdminCommand {
     DeleteIoSq(DeleteQueue),
@@ -28,7 +28,7 @@ pub(super) enum AdminCommand {
 }
 
 impl AdminCommand {
-    /// Parses a submission queue entry.
+    /// Parses a Submission Queue entry into a command. Fails for commands that are not supported, and for reserved forms.
     pub(super) fn parse(sqe: &Sqe) -> Result<Self, Status> {
         let command = match AdminOpcode(sqe.opcode()) {
             AdminOpcode::DELETE_IO_SQ => Self::DeleteIoSq(sqe.into()),

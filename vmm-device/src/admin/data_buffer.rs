@@ -15,7 +15,7 @@ use super::failure::AdminCommandFailure;
 /// Page size for CC.MPS = 0, the only value that CAP offers.
 const PAGE_SHIFT: u32 = 12;
 
-/// Part of a data buffer within one memory page.
+/// Part of a data buffer within one memory page: its guest address and its length.
 type DataBufferSegment = (Gpa, usize);
 
 /// Returns the failure for an access to unmapped memory.
@@ -23,11 +23,11 @@ fn unmapped_failure(_: DmaError) -> AdminCommandFailure {
     AdminCommandFailure::NotMapped(Status::DATA_TRANSFER_ERROR)
 }
 
-/// Data buffer of one admin command.
+/// Data buffer of one admin command in guest memory, which the command's PRP entries describe.
 pub(super) struct DataBuffer<'a> {
     memory: &'a GuestMemory,
     prp: [PrpEntry; 2],
-    /// Transfer length in bytes, as the command defines it. The meaning of PRP2 depends on this length.
+    /// Length in bytes of the whole transfer, as the command defines it. The meaning of PRP2 depends on it.
     length: u64,
 }
 
@@ -63,8 +63,8 @@ impl<'a> DataBuffer<'a> {
         Ok(())
     }
 
-    /// Returns the first `wanted` bytes of the buffer, split by page. Reads each PRP list entry once, and only if its page is
-    /// needed.
+    /// Returns the first `wanted` bytes of the buffer, split by page. Reads each needed entry of the PRP list once, and no
+    /// other entry.
     fn segments(&self, wanted: u64) -> Result<Vec<DataBufferSegment>, AdminCommandFailure> {
         let [first, second] = self.prp;
         let wanted = wanted.min(self.length);
@@ -101,7 +101,7 @@ impl<'a> DataBuffer<'a> {
         Ok(segments)
     }
 
-    /// Reads the first `wanted` of a PRP list's `entries` entries.
+    /// Reads the first `wanted` entries of the PRP list, which has `entries` entries in all.
     fn read_prp_list(
         &self,
         list: PrpEntry,

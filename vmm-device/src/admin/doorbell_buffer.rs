@@ -14,7 +14,7 @@ pub(super) fn is_supported(facts: &LeaseFacts) -> bool {
     facts.doorbells.offers_buffer()
 }
 
-/// Carries out Doorbell Buffer Config. Returns the buffer's pages.
+/// Carries out Doorbell Buffer Config: lets the I/O queues use the buffer. Returns the buffer, for the admin queue.
 pub(super) fn configure(
     controller: AdminCommandContext<'_>,
     sqe: &Sqe,

@@ -16,10 +16,10 @@ use crate::state::parts::ErrorLogState;
 pub(super) const ENTRIES_Z: u8 = 63;
 const ENTRIES: usize = ENTRIES_Z as usize + 1;
 
-/// SQID and CID of an error without a command.
+/// SQID and CID of an entry for an error that belongs to no command.
 const NO_COMMAND: u16 = 0xFFFF;
 
-/// Errors since the function was created. A controller reset does not clear them.
+/// Log of the errors since the function was created. A reset of the controller does not clear it.
 #[derive(Debug, Default)]
 pub(super) struct ErrorLog {
     entries: VecDeque<ErrorInformation>,

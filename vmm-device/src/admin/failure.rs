@@ -12,16 +12,16 @@ pub(super) enum AdminCommandFailure {
     Command(Status),
     /// The command fails, and may succeed if the guest retries it.
     Retryable(Status),
-    /// The command names unmapped memory. The command waits until the VMM maps this memory again, and fails with this status on
-    /// a timeout.
+    /// The command names unmapped memory. It waits until the VMM maps this memory again. If that takes too long, it fails with
+    /// this status.
     NotMapped(Status),
-    /// The command changes an I/O queue that has commands in flight. The I/O queue accepts no further commands. The admin
-    /// command is carried out once the commands in flight have ended.
+    /// The command changes an I/O queue that has commands in flight. The I/O queue takes no further commands, and the admin
+    /// command is carried out once those in flight have ended.
     QueueBusy,
 }
 
 impl AdminCommandFailure {
-    /// Returns the status with which the command completes.
+    /// Returns the status with which the command fails, if the caller does not let it wait.
     pub(super) fn status(&self) -> Status {
         match self {
             Self::Retryable(status) => *status,
@@ -38,7 +38,7 @@ impl From<Status> for AdminCommandFailure {
 }
 
 impl From<QueueError> for AdminCommandFailure {
-    /// Converts the error of creating, deleting or changing an I/O queue.
+    /// Converts an error of the back end in the creation, deletion or change of an I/O queue.
     fn from(error: QueueError) -> Self {
         Self::Command(match &error {
             QueueError::NoSuchQueue { .. }
@@ -66,7 +66,7 @@ impl From<QueueError> for AdminCommandFailure {
     }
 }
 
-/// Returns the error `otherwise` unless the condition holds.
+/// Checks a condition. Returns the error `otherwise` if it does not hold.
 pub(super) fn require(condition: bool, otherwise: Status) -> Result<(), Status> {
     if condition { Ok(()) } else { Err(otherwise) }
 }

@@ -15,14 +15,14 @@ use super::{
     failure::{AdminCommandFailure, require},
 };
 
-/// Context for creating and deleting I/O queues.
+/// Context of the commands that create and delete I/O queues.
 pub(super) struct IoQueues<'a> {
     pub(super) controller: AdminCommandContext<'a>,
-    /// Numbers of I/O queues that the Number of Queues feature has granted.
+    /// Numbers of I/O queues that the guest may create, by the feature Number of Queues.
     pub(super) allocated: IoQueueAllocation,
 }
 
-/// Maximum numbers of I/O Submission and Completion Queues. Queue identifiers from 1 to these numbers are valid.
+/// Maximum numbers of I/O Submission Queues and of I/O Completion Queues. Queue identifiers from 1 to these numbers are valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct IoQueueAllocation {
     pub(super) submission: u16,
@@ -102,7 +102,7 @@ impl IoQueues<'_> {
     }
 }
 
-/// Returns the number of entries from the zero-based field QSIZE.
+/// Returns the number of entries of a queue. QSIZE has it as a zero-based value.
 fn queue_entries(qsize_z: u16) -> u32 {
     u32::from(qsize_z) + 1
 }

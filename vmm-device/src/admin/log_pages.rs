@@ -39,7 +39,7 @@ const SUPPORTED: [LogPageId; 7] = [
     LogPageId::FEATURES_SUPPORTED_AND_EFFECTS,
 ];
 
-/// Admin commands that are always supported.
+/// Admin commands that every function supports.
 const ADMIN_COMMANDS: [AdminOpcode; 10] = [
     AdminOpcode::DELETE_IO_SQ,
     AdminOpcode::CREATE_IO_SQ,
@@ -53,7 +53,7 @@ const ADMIN_COMMANDS: [AdminOpcode; 10] = [
     AdminOpcode::ASYNC_EVENT_REQUEST,
 ];
 
-/// Sources of the log pages' data.
+/// Sources from which the data of log pages is read.
 pub(super) struct LogPages<'a> {
     pub(super) subject: IdentifySubject<'a>,
     pub(super) features: &'a ControllerFeatures,
@@ -61,9 +61,9 @@ pub(super) struct LogPages<'a> {
     pub(super) errors: &'a ErrorLog,
     pub(super) counters: LeaseCounters,
     pub(super) health: &'a GuestDriveHealth,
-    /// Set if the namespace has changed since the host last read the Changed Namespace List.
+    /// True if the namespace has changed since the guest last read the Changed Namespace List.
     pub(super) namespace_changed: bool,
-    /// Changes that the guest has not read yet; `None` if the command set has no log of changes.
+    /// Changes by the drive that the guest has not read; `None` if the command set has no log of changes.
     pub(super) changes: Option<&'a UnreportedChanges>,
 }
 
@@ -183,8 +183,8 @@ impl LogPages<'_> {
     }
 }
 
-/// Returns the event type that is unmasked when the guest reads a log page. Covers only the log pages that all command sets
-/// have.
+/// Returns the type of event that is unmasked when the guest reads a log page. Log pages of a single command set are not
+/// covered.
 pub(super) fn unmasked_event_type(lid: LogPageId) -> Option<AsyncEventType> {
     match lid {
         LogPageId::ERROR_INFORMATION => Some(AsyncEventType::ERROR),
@@ -202,7 +202,7 @@ fn firmware_slots() -> Vec<u8> {
     log.as_bytes().to_vec()
 }
 
-/// Converts bytes into data units, rounded up. A data unit is 1000 times 512 bytes.
+/// Converts bytes into data units of 1000 times 512 bytes, rounded up.
 fn data_units(bytes: u64) -> U128 {
     to_u128(bytes.div_ceil(512 * 1000))
 }

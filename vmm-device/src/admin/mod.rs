@@ -61,19 +61,19 @@ use self::{
 pub(crate) use self::{health::HEALTH_POLL_INTERVAL, suspension::MEMORY_POLL_INTERVAL};
 use crate::{registers::AdminQueues, state::parts::SavedAdminState};
 
-/// Callback that stores the state of the admin queue and the list of existing I/O queues for a successor process.
+/// Callback that stores the state of the admin queue and the list of existing I/O queues for the successor.
 pub(crate) type StoreAdminState<'a> = &'a dyn Fn(SavedAdminState, &PersistedQueues);
 
-/// Parts of the function that admin commands use.
+/// Parts of the function that an admin command may use.
 #[derive(Clone, Copy)]
 pub(crate) struct AdminCommandContext<'a> {
     pub(crate) backend: &'a dyn ControllerBackend,
     pub(crate) facts: &'a LeaseFacts,
     pub(crate) shared: &'a SharedBackendParts,
     pub(crate) cc: Cc,
-    /// Deadline until which this call may wait for commands in flight.
+    /// Deadline of this call's waits for I/O commands in flight.
     pub(crate) deadline: &'a Deadline,
-    /// Stores the state for the successor process, before each completion is posted.
+    /// Stores the state for the successor. Called before each completion is posted.
     pub(crate) state_store: Option<StoreAdminState<'a>>,
 }
 
@@ -81,47 +81,48 @@ pub(crate) struct AdminCommandContext<'a> {
 #[derive(Debug)]
 pub(crate) struct GuestAdminQueue {
     rings: Option<GuestAdminRings>,
-    /// Wait for the VMM to map memory of the admin queues again.
+    /// State of a wait until the VMM maps memory of the admin queues again.
     suspension: MemorySuspension,
-    /// Wait for the VMM to map memory that the command in `postponed` names.
+    /// State of a wait until the VMM maps memory that the command in `postponed` names.
     command_suspension: MemorySuspension,
     /// Completions that are not posted yet, in order. Until all are posted, no command is taken, so there are at most as many
     /// completions as one Abort produces.
     unposted: VecDeque<AdminCompletion>,
-    /// Set after a restore, because the predecessor may have posted the first completion of `unposted`, which the guest may
-    /// have consumed.
+    /// True after a restore, until the first completion of `unposted` is posted again. The predecessor may have posted it, and
+    /// the guest may have consumed it.
     may_be_posted: bool,
-    /// Command to carry out again: after the back end's next process has connected, or after the VMM has mapped the memory that
-    /// the command names.
+    /// Command that is to be carried out again: after the successor of the back end's process has connected, or after the VMM
+    /// has mapped memory that the command names.
     postponed: Option<Sqe>,
     features: ControllerFeatures,
     events: AsyncEvents,
     errors: ErrorLog,
     health: GuestDriveHealth,
-    /// Critical warnings that are present and that the guest was already notified of.
+    /// Critical warnings that are present, and of which the guest was notified.
     reported_warnings: CriticalWarning,
-    /// Set if the namespace changed since the host last read the Changed Namespace List.
+    /// True if the namespace has changed since the guest last read the Changed Namespace List.
     namespace_changed: bool,
     /// I/O queues that the guest has created.
     queues: PersistedQueues,
     commands: u64,
     aborts: u64,
-    /// Doorbell Buffer that the command in progress has set up.
+    /// Doorbell Buffer that the present command has set up, until the rings use it.
     new_doorbell_buffer: Option<DoorbellBuffer>,
     clock: Arc<dyn WaitClock>,
-    /// Commands that change an I/O queue and wait until the queue's commands in flight have ended, in order of arrival.
+    /// Commands that change an I/O queue with commands in flight, in order of arrival. They are carried out once the commands
+    /// in flight have ended.
     held_commands: VecDeque<Sqe>,
-    /// Events that were read together with command errors, for the function to take.
+    /// Events that came along with the errors of commands, until the function takes them.
     deferred_events: Vec<IoQueueEvent>,
 }
 
-/// Maximum length of `held_commands`. If `held_commands` is full, the next command that would wait there stops all commands
-/// behind it.
+/// Maximum length of `held_commands`. If it is reached, the next command that would have to be added makes all commands behind
+/// it wait.
 const HELD_MAX: usize = 64;
 
-/// Outcome of executing an admin command.
+/// Outcome of an admin command that has not failed.
 enum AdminCommandOutcome {
-    /// The command completes with this value in dword 0.
+    /// The command is complete, with this value in dword 0.
     Done(u32),
     /// The command is an Asynchronous Event Request, which waits for an event.
     Waiting,
@@ -152,7 +153,7 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Replaces the clock. Call this before the first command.
+    /// Replaces the clock. The caller does so before the first command.
     pub(crate) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
         self.features = ControllerFeatures::new(&clock);
         self.health.set_clock(clock.clone());
@@ -166,7 +167,7 @@ impl GuestAdminQueue {
         self.rings = GuestAdminRings::new(queues);
     }
 
-    /// Resets the admin state in a controller reset. The error log and the counters continue.
+    /// Resets the state of admin commands, in a controller reset. The error log and the counters continue.
     pub(crate) fn reset(&mut self) {
         self.rings = None;
         self.suspension.end();
@@ -193,7 +194,7 @@ impl GuestAdminQueue {
         &self.queues
     }
 
-    /// Records that the lease was revoked: all I/O commands fail until the next controller reset.
+    /// Records that the lease is revoked, so that all I/O commands fail until the next controller reset.
     pub(crate) fn mark_revoked(&mut self) {
         self.queues.revoked = true;
     }
@@ -225,12 +226,12 @@ impl GuestAdminQueue {
         look.needs_another_read
     }
 
-    /// Reports to the guest that it wrote a doorbell whose queue does not exist.
+    /// Reports an event to the guest: it has written a doorbell whose queue does not exist.
     pub(crate) fn report_unknown_doorbell(&mut self) {
         self.report_invalid_doorbell(AsyncEvent::INVALID_DOORBELL_REGISTER);
     }
 
-    /// Reports an event of an I/O queue or the drive to the guest.
+    /// Reports an event of an I/O queue or of the drive to the guest.
     pub(crate) fn report_event(&mut self, event: &IoQueueEvent, host: &dyn ControllerBackend) {
         match event {
             IoQueueEvent::InvalidDoorbell { .. } => {
@@ -247,7 +248,7 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Reports to the guest that the command set's change list has a new entry.
+    /// Reports to the guest that the log of changes, which the command set has, has a new entry.
     fn report_changes(&mut self, host: &dyn ControllerBackend) {
         let Some(list) = host.facts().namespace.command_sets.native().change_list else {
             return;
@@ -257,14 +258,15 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Reports that the I/O queues are lost and the controller must be reset. Other waiting events are reported afterwards.
+    /// Reports to the guest that the I/O queues are lost, so that it must reset the controller. Other events are reported
+    /// afterwards.
     pub(crate) fn report_lost_queues(&mut self) {
         self.errors.log_controller_error(Status::INTERNAL_ERROR);
         self.events
             .raise_first(AsyncEvent::PERSISTENT_INTERNAL_ERROR);
     }
 
-    /// Reports an event of the drive or its namespaces.
+    /// Reports an event of the drive or of its namespaces to the guest.
     fn report_drive_event(&mut self, event: DriveEvent, host: &dyn ControllerBackend) {
         match event {
             DriveEvent::Health => self.read_health(host),
@@ -288,7 +290,7 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Returns whether the drive's health must be polled.
+    /// Returns whether the drive's health must be polled, because the guest has enabled events that depend on it.
     pub(crate) fn needs_health_polling(&self, facts: &LeaseFacts) -> bool {
         // Damage is logged even if the guest has not enabled the events.
         let wanted = self.features.async_events().critical_warnings().0 != 0;
@@ -308,7 +310,7 @@ impl GuestAdminQueue {
         self.report_health();
     }
 
-    /// Raises events for critical warnings that are new and enabled by the guest.
+    /// Reports critical warnings to the guest that are new, and whose events it has enabled.
     fn report_health(&mut self) {
         let warnings = self.health.warnings(&self.features);
         let wanted = self.features.async_events().critical_warnings();
@@ -327,8 +329,8 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Completes an outstanding Asynchronous Event Request without an event. A guest with a stuck INTx level thus finds a
-    /// completion in its interrupt handler.
+    /// Completes an Asynchronous Event Request without an event, if one waits. The interrupt handler of a guest whose INTx
+    /// level is stuck then finds a completion.
     pub(crate) fn complete_event_request(&mut self) {
         self.unposted.extend(self.events.complete_without_event());
     }
@@ -375,7 +377,7 @@ impl GuestAdminQueue {
         Ok(posted)
     }
 
-    /// Returns whether admin commands wait for I/O commands in flight.
+    /// Returns whether admin commands wait until I/O commands in flight have ended.
     pub(crate) fn has_held_commands(&self) -> bool {
         !self.held_commands.is_empty()
     }
@@ -429,8 +431,8 @@ impl GuestAdminQueue {
         Ok(())
     }
 
-    /// Carries out one command like [`Self::carry_out`]. If the command has set up a Doorbell Buffer, starts to use this
-    /// buffer.
+    /// Carries out one command as [`Self::carry_out`] does. If the command has set up a Doorbell Buffer, the admin queue uses
+    /// it from now on.
     fn carry_out_with_rings(
         &mut self,
         sqe: &Sqe,
@@ -444,8 +446,8 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Carries out one command and queues its completion. If the back end is disconnected or memory is unmapped, postpones the
-    /// command.
+    /// Carries out one command and queues its completion. If the back end is disconnected, or the command names unmapped
+    /// memory, postpones the command.
     fn carry_out(&mut self, sqe: &Sqe, controller: AdminCommandContext<'_>) {
         let cid = sqe.cid();
         let host = controller.backend;
@@ -502,7 +504,7 @@ impl GuestAdminQueue {
         self.unposted.push_back(completion);
     }
 
-    /// Returns the present time, and the time since the mappings of the VM's memory last changed.
+    /// Returns the present time, with the time since the last change of the VM's memory mappings.
     fn suspension_time(&self, controller: AdminCommandContext<'_>) -> SuspensionTime {
         SuspensionTime {
             now: self.clock.now(),
@@ -510,7 +512,8 @@ impl GuestAdminQueue {
         }
     }
 
-    /// Returns whether to stop waiting for memory that a command names, after an access that failed later than `before`.
+    /// Returns whether the wait for memory that a command names has taken too long. The command's access to it has failed after
+    /// `before`.
     fn should_stop_waiting(
         &mut self,
         before: SuspensionTime,
@@ -652,8 +655,8 @@ impl GuestAdminQueue {
         Ok(())
     }
 
-    /// Adds errors that I/O queues have reported to the error log. A guest that reads the log after a completion with an error
-    /// must find this error.
+    /// Adds the errors that I/O queues have reported to the error log. A guest that reads the log after the failed completion
+    /// of a command must find the error there.
     fn collect_errors(&mut self, controller: AdminCommandContext<'_>) {
         for event in controller.backend.take_events() {
             match event {
@@ -666,12 +669,12 @@ impl GuestAdminQueue {
         let _ = eventfd::signal(&controller.shared.events);
     }
 
-    /// Takes the events that [`Self::collect_errors`] deferred for the function.
+    /// Takes the events that [`Self::collect_errors`] has found and that the function must handle.
     pub(crate) fn take_deferred_events(&mut self) -> Vec<IoQueueEvent> {
         std::mem::take(&mut self.deferred_events)
     }
 
-    /// Puts a new feature value into effect.
+    /// Puts the new value of a feature into effect.
     fn apply_feature(&mut self, fid: FeatureId, controller: AdminCommandContext<'_>) {
         match fid {
             FeatureId::INTERRUPT_COALESCING | FeatureId::INTERRUPT_VECTOR_CONFIGURATION => {

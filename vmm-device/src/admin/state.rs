@@ -12,7 +12,7 @@ use super::{
 };
 use crate::state::parts::{CompletionState, SavedAdminState};
 
-/// Maximum number of completions that wait to be posted: one of an Abort, and one of each event request.
+/// Maximum number of completions that are not posted: one of an Abort, and one of each event request.
 const UNPOSTED_MAX: usize = async_events::LIMIT_Z as usize + 2;
 
 impl GuestAdminQueue {
@@ -20,7 +20,7 @@ impl GuestAdminQueue {
         self.save_with_rings(self.rings.as_ref())
     }
 
-    /// Saves the state with the queue pair `rings`, because `process_commands` has taken the rings out of `self`.
+    /// Saves the state, with the queue pair `rings`: a call of `process_commands` has taken it out of `self`.
     pub(super) fn save_with_rings(&self, rings: Option<&GuestAdminRings>) -> SavedAdminState {
         let Self {
             rings: _,
@@ -110,8 +110,8 @@ impl GuestAdminQueue {
         ErrorLog::check(errors)
     }
 
-    /// Restores a checked state for a back end with the queues `queues`. `since` is the time since the save. For a snapshot,
-    /// `since` is `None`, and the controller's clock has stood still since the save.
+    /// Restores a checked state, for a back end with the queues `queues`. `since` is the time since the save; `None` for a
+    /// snapshot, after which the controller's clock continues from the time of the save.
     pub(crate) fn restore(
         &mut self,
         state: &SavedAdminState,
@@ -155,7 +155,7 @@ impl GuestAdminQueue {
         host.set_coalescing(self.features.coalescing());
     }
 
-    /// Returns whether the completion queue has completions that the host has not consumed.
+    /// Returns whether the admin Completion Queue has completions that the guest has not consumed.
     pub(crate) fn has_unconsumed_completions(&self) -> bool {
         self.rings
             .as_ref()

@@ -5,24 +5,24 @@ use std::time::Duration;
 
 use nvme_guest::dma::is_unmapped_too_long;
 
-/// Poll interval for unmapped memory. Polling is needed because new mappings are not reported.
+/// Interval at which unmapped memory is accessed again. Polling is needed because new mappings are not reported.
 pub(crate) const MEMORY_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Point in time, and the time for which the VM's memory mappings had not changed then.
+/// A point in time, with the time since the last change of the VM's memory mappings.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SuspensionTime {
     pub(super) now: Duration,
     pub(super) unchanged_for: Duration,
 }
 
-/// Wait of the admin queues, or of one command, until the VMM maps memory again.
+/// State of a wait until the VMM maps memory again: of the admin queues, or of one command.
 #[derive(Debug, Default)]
 pub(super) struct MemorySuspension {
     since: Option<Duration>,
 }
 
 impl MemorySuspension {
-    /// Returns the point in time of an access that failed between `before` and `after`. The thread may have been preempted
+    /// Returns the time that counts for an access that failed between `before` and `after`. The thread may have been preempted
     /// after the access, and the memory may be mapped by now, which the next access shows.
     pub(super) fn failure_time(
         &self,
@@ -36,26 +36,26 @@ impl MemorySuspension {
         }
     }
 
-    /// Records that memory is unmapped at `now`, in a VM whose memory mappings have not changed for `quiet`. Returns whether
-    /// the wait for this memory has timed out.
+    /// Records that memory is unmapped at `now`, `quiet` after the last change of the VM's memory mappings. Returns whether the
+    /// wait for the memory has taken too long.
     pub(super) fn has_timed_out(&mut self, now: Duration, quiet: Duration) -> bool {
         let since = *self.since.get_or_insert(now);
         is_unmapped_too_long(now.saturating_sub(since), quiet)
     }
 
-    /// Works like [`Self::has_timed_out`], for memory that a command names. Such memory may never have existed. So the memory
+    /// Records as [`Self::has_timed_out`] does that memory is unmapped which a command names. It may never have existed, so it
     /// counts as unmapped at least since the last change of the mappings.
     pub(super) fn has_timed_out_for_command(&mut self, now: Duration, quiet: Duration) -> bool {
         let since = *self.since.get_or_insert(now);
         is_unmapped_too_long(now.saturating_sub(since).max(quiet), quiet)
     }
 
-    /// Ends the wait, because the memory is mapped.
+    /// Ends the wait, because the memory is mapped again.
     pub(super) fn end(&mut self) {
         self.since = None;
     }
 
-    /// Returns whether a wait is in progress.
+    /// Returns whether memory is unmapped, so that a wait is in progress.
     pub(super) fn is_active(&self) -> bool {
         self.since.is_some()
     }

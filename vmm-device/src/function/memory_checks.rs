@@ -6,33 +6,34 @@
 
 use std::time::Duration;
 
-/// Duration below which a check does not count: it has not read the mappings.
+/// Duration below which a memory check is not counted, because it has not read the mappings of the VMM's process.
 const UNCOUNTED_TIME: Duration = Duration::from_micros(50);
 
-/// Total duration of checks that a guest may cause in succession before the next check has to wait.
+/// Total duration of memory checks that a guest may cause one after the other, before the next one has to wait.
 const BURST: Duration = Duration::from_millis(100);
 
-/// Divisor: in the long run, checks may take 1/`TIME_SHARE_DIVISOR` of the time.
+/// Divisor of time: in the long run, memory checks may take 1/`TIME_SHARE_DIVISOR` of it.
 const TIME_SHARE_DIVISOR: u32 = 20;
 
-/// Longest time for which an enable of the controller waits for its check.
+/// Maximum time for which the guest's enable of its controller waits until the memory may be checked.
 const WAIT_MAX: Duration = Duration::from_secs(2);
 
-/// Rate limiter for a function's memory checks: a token bucket, in units of time. Times are those of the function's clock.
+/// Rate limiter for a function's memory checks: a token bucket whose tokens are time. All times are by the function's clock.
 #[derive(Debug, Default)]
 pub(super) struct MemoryChecks {
-    /// Time that checks have taken, less the time that was paid off until `updated_at`.
+    /// Time that checks have taken until `updated_at`, less the time that was earned back until then. A check may begin while
+    /// it is at most [`BURST`].
     debt: Duration,
     updated_at: Duration,
 }
 
 impl MemoryChecks {
-    /// Returns whether a check may begin.
+    /// Returns whether a memory check may begin.
     pub(super) fn can_begin(&self, now: Duration) -> bool {
         self.debt_at(now) <= BURST
     }
 
-    /// Records the duration of a check.
+    /// Records the duration of a memory check, which began at `began`.
     pub(super) fn record_check(&mut self, began: Duration, now: Duration) {
         let time = now.saturating_sub(began);
         if time >= UNCOUNTED_TIME {

@@ -47,19 +47,19 @@ use state::SavedParts;
 const ADMIN_SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
 const ADMIN_CQ_HEAD: Doorbell = Doorbell::CqHead(QueueId::ADMIN);
 
-/// Interval at which a waiting function checks whether its commands in flight have ended.
+/// Interval at which a function that waits for the drive checks whether its commands in flight have ended.
 const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Vector of the Admin Completion Queue (Base 2.0, section 3.3.1).
+/// Interrupt vector of the Admin Completion Queue (Base 2.0, section 3.3.1).
 const ADMIN_VECTOR: u16 = 0;
 
 /// Error of `NvmeFunction::end`.
 #[derive(Debug, thiserror::Error)]
 pub enum EndError {
-    /// Commands were still in flight when the time was over.
+    /// Commands were still in flight at the deadline.
     #[error("The function ends with commands in flight; its lease lives until they have ended")]
     Busy(#[source] QueueError),
-    /// The drive was not flushed.
+    /// The drive could not be flushed, so that writes may not be durable.
     #[error("Cannot flush the drive: what the guest wrote and did not flush may be lost")]
     Flush(#[source] io::Error),
 }
@@ -67,24 +67,24 @@ pub enum EndError {
 /// Doorbell memory that a VMM can map into the guest, so that the guest's doorbell writes do not exit to the VMM.
 #[derive(Clone, Copy, Debug)]
 pub struct DoorbellRegion<'a> {
-    /// Offset in BAR0.
+    /// Offset of the doorbells in BAR0.
     pub offset: u64,
-    /// Length in bytes, a multiple of the device's memory page size.
+    /// Length of the region in bytes, a multiple of the device's memory page size.
     pub length: u64,
-    /// Memory, laid out as in BAR0.
+    /// File of the memory, which has the layout of BAR0.
     pub fd: BorrowedFd<'a>,
 }
 
 /// Counters of the admin queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AdminQueueStats {
-    /// Admin commands taken.
+    /// Number of admin commands that were taken.
     pub commands: u64,
-    /// Writes to admin doorbells that exited to the VMM.
+    /// Number of writes to admin doorbells that exited to the VMM.
     pub doorbell_exits: u64,
     /// Number of times that vector 0 was raised.
     pub interrupts: u64,
-    /// Abort commands.
+    /// Number of Abort commands that were carried out.
     pub aborts: u64,
 }
 
@@ -99,51 +99,49 @@ pub struct NvmeFunction {
     msix: MsixTable,
     registers: ControllerProperties,
     admin: GuestAdminQueue,
-    /// Must be dropped before `backend`. These parts keep guest memory mapped, and this memory must be unmapped before the
-    /// lease is released.
+    /// Dropped before `backend`. These parts keep guest memory mapped, which must be unmapped before the lease is released.
     shared: SharedBackendParts,
     backend: Arc<dyn ControllerBackend>,
     facts: LeaseFacts,
     pub(crate) clock: Arc<dyn WaitClock>,
     admin_doorbell_exits: u64,
-    /// Updated only after a reset is complete. So if the successor process repeats an access, its reset is counted once.
+    /// Numbers of resets. Counted only when a reset is complete: if the successor repeats an access, its reset is counted once.
     resets: ResetStats,
-    /// Vectors to raise when the function resumes after a restore.
+    /// Vectors that must be raised when the function resumes after a restore, because their interrupts may have been lost.
     pending_vectors: Vec<u16>,
-    /// Set while the VMM has paused the function.
+    /// True while the VMM has paused the function.
     paused: bool,
-    /// Set while the back end is paused: by the VMM, or because Bus Master Enable is clear.
+    /// True while the back end is paused: by the VMM, or because Bus Master Enable is clear.
     is_quiesced: bool,
-    /// Set if the back end was asked to pause, but commands are still in flight.
+    /// True if the back end was asked to pause, and still has commands in flight.
     is_quiescing: bool,
-    /// Set while the back end's process is gone and its successor has not connected.
+    /// True while the back end's process has ended and its successor has not connected.
     is_disconnected: bool,
-    /// Transition that is not complete, as `CSTS` shows. It waits for the back end's next process, for commands in flight, for
-    /// a flush, or until the next memory check is allowed.
+    /// Transition that the guest has requested and that is not complete, as `CSTS` shows. It waits for the successor of the
+    /// back end's process, for commands in flight, for a flush, or for the time at which memory may be checked again.
     pending_transition: Option<ControllerTransition>,
     /// Time since which the transition in `pending_transition` waits for the drive.
     waiting_since: Option<Duration>,
     state_store: Option<Box<dyn FunctionStateStore>>,
-    /// Registers before the access that is in progress. The stored state has these registers, because the successor
-    /// process repeats the access.
+    /// Registers as they were before the present access. The stored state has these, because the successor repeats the access.
     registers_before_access: Option<ControllerProperties>,
-    /// Set if the state may have changed since the last call of `take_changed_flag`.
+    /// True if the state may have changed since the last call of `take_changed_flag`.
     may_have_changed: bool,
-    /// Set if the function is quarantined, so that its controller stays failed.
+    /// True if the function is quarantined. Its controller then stays failed.
     is_quarantined: bool,
-    /// Detects an interrupt pin whose level stays high.
+    /// Watch for an interrupt pin whose level stays high.
     pin_watch: PinWatch,
     memory_checks: MemoryChecks,
 }
 
-/// Returns whether all of these vectors support an interrupt pin.
+/// Returns whether each of the vectors can also be an interrupt pin.
 fn can_be_pin(vectors: &[Arc<InterruptVector>]) -> bool {
     vectors.iter().all(|vector| vector.can_be_pin())
 }
 
 impl NvmeFunction {
-    /// Creates a function in its power-on state. `host` carries out its I/O commands. The function has one vector for each I/O
-    /// queue pair and one for the admin queue.
+    /// Creates a function in its power-on state. `host` is the back end, which carries out its I/O commands. The function has
+    /// one interrupt vector for each I/O queue pair and one for the admin queue.
     #[must_use]
     pub fn new(host: Arc<dyn ControllerBackend>, masking: MsixMasking) -> Self {
         let (facts, shared) = (host.facts(), host.shared_parts());
@@ -185,7 +183,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Replaces the function's clock.
+    /// Replaces the clock by which the function waits.
     #[must_use]
     pub fn with_clock(mut self, clock: Arc<dyn WaitClock>) -> Self {
         self.admin.set_clock(clock.clone());
@@ -214,8 +212,8 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns whether the pin has a pending interrupt (PCI Local Bus 3.0, section 6.2.3). INTMS suppresses it, Interrupt
-    /// Disable does not.
+    /// Returns whether the pin has a pending interrupt (PCI Local Bus 3.0, section 6.2.3). INTMS suppresses the interrupt;
+    /// Interrupt Disable does not.
     fn has_pin_interrupt(&self) -> bool {
         let is_masked = self.registers.interrupt_mask() & 1 != 0;
         let pin = self.msix.vector(ADMIN_VECTOR);
@@ -394,7 +392,8 @@ impl NvmeFunction {
         }
     }
 
-    /// Raises the pin if the guest has not consumed all completions of the admin queue, unless the level is already high.
+    /// Raises the pin if the admin queue has completions that the guest has not consumed. Does nothing if the level is high
+    /// already.
     fn raise_pin(&mut self) {
         // The guest may have advanced the queue's head.
         self.read_admin_doorbells();
@@ -475,7 +474,7 @@ impl NvmeFunction {
         flushed.map_err(EndError::Flush)
     }
 
-    /// Flushes the drive, unless it is gone.
+    /// Flushes the drive. Does nothing if the drive was removed or has failed.
     ///
     /// # Errors
     /// Returns the drive's error; [`io::ErrorKind::TimedOut`] after 30 seconds.
@@ -491,12 +490,12 @@ impl NvmeFunction {
         self.backend.flush_within(deadline.remaining())
     }
 
-    /// Returns the deadline for `end` and `reset`, from now.
+    /// Returns the deadline of an `end` or a `reset` that begins now.
     fn drain_deadline(&self) -> Deadline {
         Deadline::after(&self.clock, DRAIN_DEADLINE)
     }
 
-    /// Returns the deadline for a register access or a call of `process_events`, from now.
+    /// Returns the deadline of a register access, or of a call of `process_events`, that begins now.
     fn access_deadline(&self) -> Deadline {
         Deadline::after(&self.clock, ACCESS_DEADLINE)
     }
@@ -512,7 +511,7 @@ impl NvmeFunction {
         moves
     }
 
-    /// Resets the function like [`Self::reset`], with `deadline` instead of 30 s.
+    /// Resets the function as [`Self::reset`] does, with this deadline in place of 30 s.
     pub(super) fn reset_until(&mut self, deadline: &Deadline) -> Vec<BarMove> {
         self.may_have_changed = true;
         let moves = self.config.reset();
@@ -602,7 +601,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Carries out admin commands, and posts all completions for which there is space.
+    /// Carries out admin commands, and posts as many completions as the Completion Queue has free entries for.
     fn process_admin_commands(&mut self) {
         if !self.registers.is_running() || self.is_pausing_or_paused() {
             return;
@@ -643,14 +642,14 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns the pending events, the deferred ones first.
+    /// Takes the pending events of the back end. Those that admin commands have deferred come first.
     fn take_pending_events(&mut self) -> Vec<IoQueueEvent> {
         let mut events = self.admin.take_deferred_events();
         events.extend(self.backend.take_events());
         events
     }
 
-    /// Handles the pending events of the I/O queues and the drive.
+    /// Handles the pending events of the I/O queues and of the drive.
     fn handle_events(&mut self) {
         for event in self.take_pending_events() {
             match &event {
@@ -671,9 +670,9 @@ impl NvmeFunction {
         }
     }
 
-    /// Handles the loss or the return of the back end's process. While the process is gone, the guest sees a slow drive. If the
-    /// next process lacks the queues, the controller fails, so that the guest's driver resets it and submits its commands
-    /// again.
+    /// Handles that the back end's process has ended, or that its successor has connected. Between the two, the guest sees a
+    /// slow drive. If the successor lacks the queues, the controller fails, so that the guest's driver resets it and submits
+    /// its commands again.
     fn handle_backend_event(&mut self, event: BackendEvent) {
         self.is_disconnected = event == BackendEvent::Away;
         if self.is_disconnected {
@@ -690,7 +689,8 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns the present facts of the lease. A lease by size may have grown since the back end attached it.
+    /// Returns the present facts of the lease. A lease that was requested by size may have grown since the function was
+    /// created.
     fn present_facts(&self) -> LeaseFacts {
         let mut facts = self.backend.facts();
         if facts.unit_blocks.is_some() {
@@ -700,7 +700,7 @@ impl NvmeFunction {
         facts
     }
 
-    /// Records that the guest is told the present number of blocks.
+    /// Adopts the present number of blocks as the one that the guest knows.
     fn record_growth(&mut self) {
         self.facts.namespace.blocks = self.present_facts().namespace.blocks;
     }
@@ -715,13 +715,13 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns whether an error means that the back end's process has just disconnected and that the function waits for its
+    /// Returns whether an error means that the back end's process has just ended, and that the function waits for its
     /// successor.
     fn is_disconnect_error(&self, error: &io::Error) -> bool {
         error.kind() == io::ErrorKind::NotConnected && !self.backend.status().is_gone
     }
 
-    /// Carries out a transition until `deadline`. If it is not complete by then, `process_events` continues it.
+    /// Carries out a transition, and waits until `deadline`. If it is not complete by then, `process_events` continues it.
     fn carry_out_transition(&mut self, transition: ControllerTransition, deadline: &Deadline) {
         // Each transition ends the previous state: a guest that enables the controller finds no leftovers, and doorbell stores
         // from before count for nothing. Until that is done, CSTS.RDY and CSTS.SHST show an incomplete reset or shutdown (Base
@@ -762,7 +762,7 @@ impl NvmeFunction {
                 self.registers.complete_reset();
             }
             ControllerTransition::Shutdown(notification) => {
-                // An abrupt shutdown skips the flush. A drive that is gone keeps nothing.
+                // An abrupt shutdown skips the flush, and so does one of a drive that was removed or has failed.
                 let successors = self.backend.successor_count();
                 if notification == ShutdownNotification::NORMAL
                     && let Err(error) = self.flush_until(deadline)
@@ -770,7 +770,7 @@ impl NvmeFunction {
                     if self.backend.is_disconnected()
                         || self.backend.successor_count() != successors
                     {
-                        // The successor makes durable what this host side wrote.
+                        // The successor of the back end's process flushes the drive, once it has connected.
                         return self.defer_until_reconnect(transition);
                     }
                     if error.kind() == io::ErrorKind::TimedOut {
@@ -783,13 +783,13 @@ impl NvmeFunction {
         }
     }
 
-    /// Defers a transition until the back end's next process has connected.
+    /// Defers a transition until the successor of the back end's process has connected.
     fn defer_until_reconnect(&mut self, transition: ControllerTransition) {
         self.is_disconnected = true;
         self.pending_transition = Some(transition);
     }
 
-    /// Defers a transition because the drive has not finished its work. A later transition replaces the deferred one.
+    /// Defers a transition until the drive has finished its work. A later transition replaces the deferred one.
     fn defer_until_drained(
         &mut self,
         transition: ControllerTransition,
@@ -805,8 +805,8 @@ impl NvmeFunction {
         self.pending_transition = Some(transition);
     }
 
-    /// If the function waits, wakes the thread that calls `process_events`, so that the thread starts to poll. Must not be
-    /// called by a poll, because each poll would then trigger the next one at once.
+    /// Wakes the thread that calls `process_events` if the function waits for the drive, so that the thread starts to poll. A
+    /// poll itself must not call this, because each poll would then immediately cause the next one.
     fn start_polling(&self) {
         if self.is_draining() {
             // A full counter wakes as well.
@@ -814,7 +814,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns whether the function waits for commands in flight or for a flush.
+    /// Returns whether the function waits for the drive: for commands in flight or for a flush.
     fn is_draining(&self) -> bool {
         !self.is_quarantined
             && !self.is_disconnected
@@ -826,7 +826,7 @@ impl NvmeFunction {
         self.is_quiesced || self.is_quiescing
     }
 
-    /// Continues a deferred transition or pause, if its commands in flight have ended.
+    /// Continues a deferred transition or pause, if the drive has finished its work.
     fn continue_deferred_work(&mut self) {
         let at_once = self.access_deadline().expired();
         if let Some(transition) = self.pending_transition.take() {
@@ -846,7 +846,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Fails the controller (`CSTS.CFS`) and logs the reason.
+    /// Fails the controller (`CSTS.CFS`), and logs the reason.
     fn fail(&mut self, why: &str) {
         log::warn!("The guest's controller has failed: {why}");
         self.registers.fail();
@@ -874,7 +874,7 @@ impl NvmeFunction {
         });
     }
 
-    /// Applies INTMS and INTMC if the mask differs from `before`.
+    /// Masks and unmasks vectors after a write of INTMS or INTMC, if the mask differs from `before`.
     fn update_masks(&self, before: u32) {
         if self.registers.interrupt_mask() != before {
             self.apply_masks();
@@ -902,8 +902,8 @@ impl NvmeFunction {
         self.start_polling();
     }
 
-    /// Does the work of [`Self::apply_bus_master`]. If commands are in flight at the deadline, `process_events` completes the
-    /// pause later.
+    /// Pauses or resumes the queues as [`Self::apply_bus_master`] does. If commands are still in flight at the deadline,
+    /// `process_events` completes the pause later.
     fn apply_bus_master_until(&mut self, deadline: &Deadline) {
         self.apply_masks();
         let rests = self.paused || !self.config.is_bus_master();
@@ -932,7 +932,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Resets the controller's whole state (Base 2.0, section 3.7.2) except configuration space, which the caller has reset.
+    /// Resets the whole state of the controller (Base 2.0, section 3.7.2). The caller resets configuration space.
     fn reset_controller(&mut self, deadline: &Deadline) -> Result<(), QueueError> {
         self.registers.reset();
         let stopped = self.stop(deadline);
@@ -993,15 +993,15 @@ impl NvmeFunction {
         let _ = eventfd::signal(self.events_fd());
     }
 
-    /// Reads the admin doorbells.
+    /// Reads the admin doorbells, and reports invalid values to the guest.
     fn read_admin_doorbells(&mut self) {
         // A paused function touches no memory, including the Doorbell Buffer. The doorbells are read after the resume.
         if self.is_pausing_or_paused() {
             return;
         }
         if self.admin.read_doorbells(&self.shared) {
-            // The rest is left to the next turn, so that a driver that keeps ringing delays no other work. A full counter wakes
-            // as well.
+            // The next call reads the doorbells again, so that a driver that keeps ringing delays no other work. A full counter
+            // wakes as well.
             let _ = eventfd::signal(self.events_fd());
         }
     }

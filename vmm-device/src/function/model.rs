@@ -1,4 +1,4 @@
-//! The next process restores every state that a guest and its VMM can bring a function into.
+//! Model test: a guest and its VMM bring a function into any state that they can, and a successor process restores each.
 
 use std::{fs::File, os::unix::fs::FileExt, time::Duration};
 
@@ -19,17 +19,17 @@ use super::state::tests::{
 use crate::fixtures::{self, ADMIN_ENTRIES, ADMIN_SQ, MEMORY, UNMAPPED};
 use crate::{Bar, FunctionState, MsixMasking};
 
-/// Size of a part of the guest's memory, the unit that the VMM maps and unmaps.
+/// Size of a part of the guest's memory, in bytes. The VMM of the model maps and unmaps whole parts.
 const PART: u64 = 1 << 20;
-/// Number of parts. Each kind of ring, and data, has its own part.
+/// Number of parts of the guest's memory. Each kind of ring, and data, has its own part.
 const PARTS: u64 = (MEMORY.end - MEMORY.start) / PART;
-/// Entries of the I/O queues.
+/// Number of entries of the I/O queues.
 const ENTRIES: u16 = 16;
-/// Offsets of properties that the guest writes.
+/// Offsets of the properties that the guest of the model writes.
 const CC: u64 = 0x14;
 const PROPERTIES: u64 = 0x60;
 
-/// Step of the guest or of its VMM.
+/// Step of the model's guest or of its VMM.
 #[derive(Clone, Debug)]
 enum FunctionModelStep {
     /// A write to Controller Configuration.
@@ -60,7 +60,7 @@ enum FunctionModelStep {
     Events,
     /// Time passes.
     Wait,
-    /// A successor process takes over.
+    /// A successor process takes the function over.
     Replace,
     /// The VMM pauses the function and restores a snapshot of it.
     Snapshot,
@@ -201,11 +201,11 @@ fn any_step() -> impl Strategy<Value = FunctionModelStep> {
     ]
 }
 
-/// A function with its guest and its VMM.
+/// A function with its guest and its VMM, as the model runs them.
 struct FunctionModelMachine {
     function: NvmeFunction,
     persisted: PersistedFunctionParts,
-    /// Set for each part of the memory that is mapped.
+    /// For each part of the memory, true if the VMM has mapped it.
     mapped: [bool; PARTS as usize],
     /// The guest's tail of the admin queue.
     tail: u32,
@@ -245,7 +245,7 @@ impl FunctionModelMachine {
         }
     }
 
-    /// Maps the parts that the VMM has mapped.
+    /// Maps, for a new function, the parts of the memory that the VMM has mapped.
     fn map_all(&self, function: &NvmeFunction) {
         for (part, mapped) in (0..).zip(self.mapped) {
             if mapped {
@@ -268,7 +268,7 @@ impl FunctionModelMachine {
         self.tail = 0;
     }
 
-    /// Writes to the guest's memory, mapped or not.
+    /// Writes to the guest's memory, whether it is mapped or not.
     fn store(&self, at: u64, data: &[u8]) {
         let file = File::from(clone_fd(&self.persisted.memory));
         file.write_all_at(data, at - MEMORY.start).unwrap();

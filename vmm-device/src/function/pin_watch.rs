@@ -11,17 +11,17 @@
 
 use std::time::Duration;
 
-/// Interval at which the level is checked. It is short because Linux disables a line once 99,900 of 100,000 calls of its
-/// handlers found nothing to do.
+/// Interval at which the pin's level is checked. It is short because Linux disables a line once 99,900 of 100,000 calls of its
+/// handlers have found nothing to do.
 pub(super) const PIN_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Time after which a high level counts as stuck. If the guest is merely slow, it gets an event that it does not need.
+/// Time after which a high level counts as stuck. If the guest is only slow, it gets an event that it does not need.
 const STUCK_TIME: Duration = Duration::from_millis(100);
 
-/// Detects a pin whose level stays high.
+/// Watch for an interrupt pin whose level stays high although the guest has consumed all completions.
 #[derive(Debug, Default)]
 pub(super) struct PinWatch {
-    /// Number of the current high period, and the time when it was first seen.
+    /// Number of the present period of high level, and the time at which it was first seen; `None` if the level is low.
     high: Option<(u64, Duration)>,
     is_reported: bool,
 }

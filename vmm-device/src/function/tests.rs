@@ -399,7 +399,7 @@ fn a_guest_that_enables_its_controller_often_waits_for_the_check_of_its_memory()
     clock.sleep(3 * second);
     guest.function.process_events();
     assert_eq!(guest.csts(), 1);
-    // A guest that disables the controller at once does not wait.
+    // A guest that disables the controller immediately does not wait.
     guest.write_register(0x14, 0);
     guest
         .function
@@ -468,7 +468,7 @@ fn data_that_stays_unmapped_fails_the_command_alone() {
     assert_eq!(guest.admin(identify()).status(), Status::SUCCESS);
 }
 
-/// A clock that stalls the thread for 40 s at one of its readings. The missing memory is mapped again during the stall.
+/// A clock that stops the thread for 40 s at one of its readings. Meanwhile, the missing memory is mapped again.
 #[derive(Debug)]
 struct StallingClock {
     host: Arc<dyn ControllerBackend>,
@@ -478,11 +478,11 @@ struct StallingClock {
 #[derive(Debug, Default)]
 struct Stall {
     now: Duration,
-    /// Number of readings before the stall.
+    /// Number of readings that precede the stop.
     readings: u32,
-    /// Memory that is mapped during the stall. `None` before the stall is set up, and after it.
+    /// Memory that is mapped while the thread stops. `None` until the stop is set up, and after it.
     memory: Option<MemoryRegion>,
-    /// True if the machine stalled as well, so that the memory was missing for longer than the timeout.
+    /// True if the machine itself was slow, so that the memory was missing for longer than the timeout.
     is_gone: bool,
 }
 
@@ -509,8 +509,8 @@ impl WaitClock for StallingClock {
     }
 }
 
-/// Checks that a command which waits for the memory from `gone` on succeeds if the thread stalls at a reading of the clock
-/// while the memory comes back. Returns whether the clock was read that often.
+/// Checks that a command which waits for memory succeeds if the thread stops, at a reading of the clock, while the memory is
+/// mapped again. Returns whether the clock was read that often.
 fn continues_after_stall(readings: u32, gone: u64, command: Sqe) -> bool {
     let host = Arc::new(fixtures::local_backend(DoorbellMode::Trap));
     let clock = Arc::new(StallingClock {

@@ -5,7 +5,7 @@ use super::msix::MsixMessage;
 /// MSI settings that the guest has made in configuration space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MsiControl {
-    /// MSI Enable.
+    /// True if the guest has set MSI Enable.
     pub(crate) enabled: bool,
     /// Base-2 logarithm of the number of messages that the guest has enabled, which is at most the number offered.
     pub(crate) messages_log2: u16,
@@ -21,7 +21,7 @@ impl MsiControl {
         1 << self.messages_log2
     }
 
-    /// Returns the message of a vector; `None` if the guest has not enabled so many messages.
+    /// Returns the message of a vector; `None` if the guest has enabled fewer messages.
     pub(crate) fn message(&self, vector: u16) -> Option<MsixMessage> {
         // The message number replaces the low bits of the data (section 6.8.1.6).
         let low = self.messages() - 1;

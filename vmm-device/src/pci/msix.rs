@@ -20,24 +20,24 @@ const MASK_BIT: u32 = 1;
 pub const MSIX_VECTORS_MAX: u16 = nvme_guest::interrupt::VECTORS_MAX;
 const _: () = assert!(MSIX_VECTORS_MAX as usize * ENTRY_SIZE <= PBA_OFFSET as usize);
 
-/// Side that holds back interrupts of masked vectors.
+/// Side that masks the function's vectors, and holds back interrupts of masked ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsixMasking {
     /// The function. The guest's accesses to the table and to Message Control reach the function.
     Function,
     /// The vfio-user client. It emulates the table for the guest, and gives the function one eventfd for each vector. So the
-    /// function's own table is memory without effect.
+    /// function's own table is memory without an effect.
     Client,
 }
 
-/// Guest's settings in Message Control of MSI-X, or of MSI if the guest uses MSI.
+/// Settings that the guest has made in Message Control: of MSI-X, or of MSI if the guest uses MSI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MsixControl {
-    /// MSI-X Enable.
+    /// True if the guest has set MSI-X Enable.
     pub(crate) enabled: bool,
-    /// Function Mask. If set, all vectors are masked.
+    /// True if the guest has set Function Mask, which masks all vectors.
     pub(crate) function_masked: bool,
-    /// Number of MSI messages; `None` if the guest does not use MSI.
+    /// Number of MSI messages that the guest has enabled; `None` if it does not use MSI.
     pub(crate) msi: Option<u16>,
 }
 
@@ -56,12 +56,12 @@ pub struct MsixMessage {
     pub address: u64,
     /// Message Data.
     pub data: u32,
-    /// Mask Bit of the vector.
+    /// True if the message is masked by its Mask Bit.
     pub masked: bool,
 }
 
 impl MsixMessage {
-    /// Table entry after a reset (PCI Local Bus 3.0, section 6.8.2.9).
+    /// Value of a table entry after a reset (PCI Local Bus 3.0, section 6.8.2.9).
     const RESET: Self = Self {
         address: 0,
         data: 0,
@@ -113,7 +113,7 @@ pub(crate) struct MsixTable {
 }
 
 impl MsixTable {
-    /// Creates a table for `vectors`, whose entries are masked as after power-on. Vectors beyond [`MSIX_VECTORS_MAX`] are
+    /// Creates the table for `vectors`. Its entries are masked, as after power-on. Vectors beyond [`MSIX_VECTORS_MAX`] are
     /// dropped.
     pub(crate) fn new(mut vectors: Vec<Arc<InterruptVector>>, masking: MsixMasking) -> Self {
         vectors.truncate(MSIX_VECTORS_MAX.into());
@@ -137,7 +137,7 @@ impl MsixTable {
         self.vectors.len() as u16
     }
 
-    /// Returns all vectors, ordered by number.
+    /// Returns all vectors by number.
     pub(crate) fn vectors(&self) -> &[Arc<InterruptVector>] {
         &self.vectors
     }
@@ -170,22 +170,22 @@ impl MsixTable {
         }
     }
 
-    /// Resets table, control and pending bits to their power-on state. The vectors' eventfds belong to the VMM and stay
-    /// connected.
+    /// Resets the table, the control settings and the pending bits to their power-on state. The vectors' eventfds belong to the
+    /// VMM and stay connected.
     pub(crate) fn reset(&mut self) {
         self.table.fill(MsixMessage::RESET);
         self.clear_pending();
         self.apply(MsixControl::RESET);
     }
 
-    /// Discards pending interrupts.
+    /// Discards the pending interrupts of all vectors.
     pub(crate) fn clear_pending(&self) {
         for vector in &self.vectors {
             vector.clear_pending();
         }
     }
 
-    /// Returns the table and the pending bits for the saved state.
+    /// Returns the state of the table and of the pending bits, to be saved.
     pub(crate) fn save(&self) -> MsixState {
         let save = |message: &MsixMessage| {
             let MsixMessage {
@@ -209,7 +209,7 @@ impl MsixTable {
         }
     }
 
-    /// Checks a saved state before it is restored.
+    /// Checks that a saved state fits this table.
     pub(crate) fn check(&self, state: &MsixState) -> Result<(), BackendStateError> {
         let MsixState { table, pending } = state;
         if table.len() != self.table.len() {
@@ -239,8 +239,8 @@ impl MsixTable {
         Ok(())
     }
 
-    /// Replaces the table by a checked state. Afterwards, the caller must call [`Self::apply`], and must raise the pending
-    /// vectors when the function resumes.
+    /// Restores the table from a checked state. The caller then calls [`Self::apply`], and raises the pending vectors when the
+    /// function resumes.
     pub(crate) fn restore(&mut self, state: &MsixState) {
         for (entry, saved) in self.table.iter_mut().zip(&state.table) {
             let MsixEntryState {
@@ -264,8 +264,7 @@ impl MsixTable {
         }
     }
 
-    /// Writes any number of bytes at any offset in BAR4. Pending bits are read-only. The caller must call [`Self::apply`]
-    /// afterwards.
+    /// Writes any number of bytes at any offset in BAR4. Pending bits are read-only. The caller then calls [`Self::apply`].
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) {
         for (byte, at) in data.iter().zip(ConsecutiveOffsets(offset)) {
             let Some((number, within)) = Self::entry_at(at) else {
@@ -297,14 +296,14 @@ impl MsixTable {
         )
     }
 
-    /// Returns the index of the table entry at an offset in the table, and the byte offset in this entry.
+    /// Returns the index of the table entry at an offset in the table, and the offset in that entry.
     fn entry_at(at: u64) -> Option<(usize, usize)> {
         let at = usize::try_from(at).ok().filter(|_| at < PBA_OFFSET)?;
         Some((at / ENTRY_SIZE, at % ENTRY_SIZE))
     }
 }
 
-/// Iterator over consecutive offsets. It ends at the largest offset, without a wrap to zero.
+/// Iterator over consecutive offsets. It ends at the largest offset, and does not wrap to zero.
 struct ConsecutiveOffsets(u64);
 
 impl Iterator for ConsecutiveOffsets {

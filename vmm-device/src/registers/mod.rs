@@ -24,7 +24,7 @@ const BASE_MASK: u64 = !0xFFF;
 /// Mask of the bits of `AQA` that are not reserved.
 const AQA_MASK: u32 = 0x0FFF_0FFF;
 
-/// Transition of the controller that a guest has requested by writing a property.
+/// Transition of the controller that a guest requests by writing a property.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ControllerTransition {
     /// `CC.EN` changed from 0 to 1, with valid settings.
@@ -35,7 +35,7 @@ pub(crate) enum ControllerTransition {
     Shutdown(ShutdownNotification),
 }
 
-/// Addresses and sizes of the admin queues: `AQA`, `ASQ` and `ACQ` when the controller was enabled.
+/// Addresses and sizes of the admin queues: `AQA`, `ASQ` and `ACQ` at the time when the controller was enabled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AdminQueues {
     pub(crate) sq_base: Gpa,
@@ -47,13 +47,13 @@ pub(crate) struct AdminQueues {
 /// Values in `CAP` that depend on the lease.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ControllerCapabilities {
-    /// Largest number of entries of an I/O queue, 2 to 65,536.
+    /// Largest number of entries of an I/O queue (`CAP.MQES`), 2 to 65,536.
     pub(crate) queue_entries_max: u32,
-    /// `CAP.DSTRD`.
+    /// Distance of doorbells (`CAP.DSTRD`), as the field has it.
     pub(crate) dstrd: u8,
 }
 
-/// Properties of one controller.
+/// Values of the controller properties of one controller.
 #[derive(Clone, Debug)]
 pub(crate) struct ControllerProperties {
     cap: Cap,
@@ -128,12 +128,12 @@ impl ControllerProperties {
             && self.csts.shst() == ShutdownStatus::NORMAL
     }
 
-    /// Returns `CC`. Some commands depend on its fields.
+    /// Returns Controller Configuration (`CC`), on whose fields some commands depend.
     pub(crate) fn cc(&self) -> Cc {
         self.cc
     }
 
-    /// Returns the vectors that the guest has masked through INTMS, as bits.
+    /// Returns the vectors that the guest has masked through INTMS, one bit each.
     pub(crate) fn interrupt_mask(&self) -> u32 {
         self.interrupt_mask
     }
@@ -143,8 +143,8 @@ impl ControllerProperties {
         self.csts = self.csts.with_rdy(true);
     }
 
-    /// Completes a Controller Reset. Call this only after the last access to guest memory. `AQA`, `ASQ` and `ACQ` keep their
-    /// values, all other properties are reset (Base 2.0, section 3.7.2).
+    /// Completes a Controller Reset, after the last access to guest memory. `AQA`, `ASQ` and `ACQ` keep their values; all other
+    /// properties are reset (Base 2.0, section 3.7.2).
     pub(crate) fn complete_reset(&mut self) {
         *self = Self {
             aqa: self.aqa,
@@ -154,12 +154,13 @@ impl ControllerProperties {
         };
     }
 
-    /// Sets `CSTS.RDY` until [`Self::complete_reset`], because commands from before the reset may still access guest memory.
+    /// Keeps `CSTS.RDY` set until [`Self::complete_reset`], because commands from before the reset may still access guest
+    /// memory.
     pub(crate) fn keep_ready(&mut self) {
         self.csts = self.csts.with_rdy(true);
     }
 
-    /// Returns the transition that these properties show as begun and not complete.
+    /// Returns the transition that has begun and is not complete, as these properties show it; `None` if there is none.
     pub(crate) fn incomplete_transition(&self) -> Option<ControllerTransition> {
         if self.csts.cfs() {
             return None;
@@ -174,12 +175,12 @@ impl ControllerProperties {
         }
     }
 
-    /// Completes a shutdown.
+    /// Completes a shutdown: `CSTS.SHST` shows it from now on.
     pub(crate) fn complete_shutdown(&mut self) {
         self.csts = self.csts.with_shst(ShutdownStatus::COMPLETE);
     }
 
-    /// Sets `CSTS.CFS`, for a failure that no completion can report.
+    /// Sets `CSTS.CFS`, because of a failure that no completion can report.
     pub(crate) fn fail(&mut self) {
         self.csts = self.csts.with_cfs(true);
     }
@@ -298,7 +299,7 @@ fn is_supported(cc: Cc) -> bool {
         && matches!(cc.iocqes(), 0 | IOCQES)
 }
 
-/// Returns whether the fields that must not change while the controller is enabled (CSS, MPS and AMS) have supported values.
+/// Returns whether CSS, MPS and AMS, which must not change while the controller is enabled, have supported values.
 fn has_supported_constants(cc: Cc) -> bool {
     matches!(cc.css(), CommandSetSelected::NVM | CommandSetSelected::ALL)
         && cc.mps() == 0

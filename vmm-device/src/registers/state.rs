@@ -7,7 +7,7 @@ use super::{AQA_MASK, BASE_MASK, ControllerProperties, has_supported_constants};
 use crate::state::parts::RegistersState;
 
 impl ControllerProperties {
-    /// Returns the properties for the saved state.
+    /// Returns the properties, to be saved.
     pub(crate) fn save(&self) -> RegistersState {
         let Self {
             cap,
@@ -123,7 +123,7 @@ impl RegistersState {
         Cc(self.cc).en()
     }
 
-    /// Returns whether the guest has disabled the controller and the reset is not complete.
+    /// Returns whether the guest has disabled the controller, and the reset is not complete.
     pub(crate) fn is_being_disabled(&self) -> bool {
         !self.is_enabled() && Csts(self.csts).rdy()
     }

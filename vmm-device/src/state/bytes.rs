@@ -9,13 +9,13 @@ use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
 
 use super::{FunctionState, FunctionStateError, VERSION};
 
-/// First bytes of every state.
+/// First bytes of every encoded state.
 pub(super) const MAGIC: &str = "nvme-mpt function state";
 
-/// Largest state in bytes. Each queue pair needs less than 128 KiB, even with a full Completion Queue.
+/// Maximum size of an encoded state in bytes. Each queue pair needs less than 128 KiB, even with a full Completion Queue.
 const STATE_MAX: usize = MAX_QUEUE_PAIRS as usize * (128 << 10);
 
-/// Longest header line in bytes, including its newline.
+/// Maximum length of the header line in bytes, with its newline.
 const LINE_MAX: usize = 128;
 
 impl FunctionState {
@@ -74,7 +74,7 @@ impl FunctionState {
     }
 }
 
-/// Header line of a state.
+/// Header line of an encoded state.
 struct StateHeader {
     version: u32,
     len: usize,

@@ -37,10 +37,10 @@ pub enum FunctionStateError {
          program that saved it, or detach the drive and attach it again"
     )]
     Version {
-        /// Version of the state.
+        /// Version of the state that was found.
         found: u32,
     },
-    /// The state is truncated or too long.
+    /// The bytes end before the state does, or go beyond it.
     #[error(
         "The state has the wrong length: it has {found} bytes, but must have {expected}; copy it again"
     )]
@@ -50,35 +50,35 @@ pub enum FunctionStateError {
         /// Number of bytes that the header announces.
         expected: usize,
     },
-    /// The checksum does not match.
+    /// The checksum does not match the bytes.
     #[error(
         "The function's state is damaged: its checksum is {found:08x}, but must be {expected:08x}; copy it again"
     )]
     Checksum {
-        /// Checksum of the bytes found.
+        /// Checksum of the bytes that were found.
         found: u32,
-        /// Checksum in the header.
+        /// Checksum that the header announces.
         expected: u32,
     },
-    /// The checksum is right, but the bytes do not describe a function's state.
+    /// The checksum matches, but the bytes do not describe a function's state.
     #[error("The state is not that of a function")]
     Syntax(#[from] serde_json::Error),
     /// The state does not fit this function, or is invalid.
     #[error(transparent)]
     State(#[from] BackendStateError),
-    /// The state was stored by a running function, and only its next process can restore it.
+    /// A running function has stored the state, and only its successor can restore it.
     #[error(
         "The state is that of a running function, whose commands in flight only the next server of its drive can restore: \
          pause the function, and save it again"
     )]
     Running,
-    /// The state was saved of a paused function, and a server continues only a running one.
+    /// A paused function has saved the state, and a server continues only from the state of a running one.
     #[error(
         "The state is that of a paused function, but a server continues only the state that it stored while its function ran: \
          restore it in a VMM's process"
     )]
     Paused,
-    /// The function that is to restore the state has commands in flight that do not end.
+    /// Commands in flight of the function that is to restore the state do not end.
     #[error("The function cannot be stopped, so that nothing can be restored into it")]
     Stop(#[from] QueueError),
 }
@@ -90,19 +90,19 @@ pub struct FunctionState {
     pub(crate) version: u32,
     /// Properties of the lease that the guest was told.
     pub(crate) facts: LeaseFacts,
-    /// The first 256 bytes of configuration space.
+    /// First 256 bytes of configuration space.
     pub(crate) config_space: Vec<u8>,
-    /// Set if the guest has written zero to Command, so that the function must not access memory. Omitted if false.
+    /// True if the guest has written zero to Command, so that the function must not access memory. Omitted if false.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) switched_off: bool,
     pub(crate) msix: MsixState,
     pub(crate) registers: RegistersState,
     pub(crate) admin: SavedAdminState,
-    /// Numbers of resets. Omitted if there was no reset.
+    /// Numbers of the function's resets. Omitted if there was none.
     #[serde(default, skip_serializing_if = "ResetStats::is_zero")]
     pub(crate) resets: ResetStats,
-    /// Host time at which the state of a running function was stored. The guest's clocks continue from this time. Omitted for a
-    /// paused function, whose clocks stand still.
+    /// Host time at which a running function stored the state. The guest's clocks continue from there. Omitted for a paused
+    /// function, whose clocks stand still.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) stored_at: Option<Duration>,
     pub(crate) queues: IoQueuesState,
@@ -129,7 +129,7 @@ impl IoQueuesState {
     }
 }
 
-/// Returns whether a boolean field is false, so that it is omitted.
+/// Returns whether a boolean field is false. Such a field is omitted.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
 pub(crate) fn is_false(flag: &bool) -> bool {
     !flag

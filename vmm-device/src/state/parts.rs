@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// State of MSI-X.
+/// State of the MSI-X table and its pending bits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct MsixState {
@@ -33,28 +33,29 @@ pub(crate) struct RegistersState {
     pub(crate) acq: u64,
 }
 
-/// State of the admin queue, and the effects of admin commands.
+/// State of the admin queue, and of all that admin commands change.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SavedAdminState {
-    /// Present only if the controller is enabled.
+    /// The admin queue pair, if the controller is enabled.
     pub(crate) rings: Option<AdminRingsState>,
-    /// Completions that wait for space in the admin Completion Queue.
+    /// Completions that are not posted yet, because the admin Completion Queue has no free entry.
     pub(crate) unposted: Vec<CompletionState>,
-    /// Submission queue entry of a command that waits for the back end's next process. Omitted if there is none.
+    /// Submission Queue entry of the command that is to be carried out again, after the successor of the back end's process has
+    /// connected. Omitted if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) postponed: Option<[u64; 8]>,
-    /// Submission queue entries of commands that wait for I/O commands in flight. Omitted if there are none.
+    /// Submission Queue entries of commands that wait until I/O commands in flight have ended. Omitted if there are none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) held: Vec<[u64; 8]>,
     pub(crate) features: FeaturesState,
     pub(crate) events: AsyncEventsState,
     pub(crate) errors: ErrorLogState,
-    /// Critical Warning bits that the guest was already notified of.
+    /// Critical Warning bits that are present, and of which the guest was notified.
     pub(crate) warned: u8,
     pub(crate) namespace_changed: bool,
     pub(crate) commands: u64,
-    /// Number of Abort commands. Omitted if zero.
+    /// Number of Abort commands that were carried out. Omitted if zero.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(crate) aborts: u64,
     /// Time, in seconds, for which the controller has been powered. Omitted if zero.
@@ -75,12 +76,12 @@ pub(crate) struct AdminRingsState {
     pub(crate) cq_head: u32,
     pub(crate) cq_tail: u32,
     pub(crate) phase: bool,
-    /// Values of the tail and head doorbell when they were last read.
+    /// Value of the tail doorbell and of the head doorbell when they were last read.
     pub(crate) seen: [u32; 2],
-    /// Values of the two doorbells in the Doorbell Buffer when they were last read.
+    /// Value of both doorbells in the Doorbell Buffer when they were last read.
     #[serde(default, skip_serializing_if = "are_zero")]
     pub(crate) held: [u32; 2],
-    /// Maximum number of positions by which a register value can be older than the value in the Doorbell Buffer.
+    /// For each doorbell, maximum number of positions by which the register may be behind the value in the Doorbell Buffer.
     #[serde(default, skip_serializing_if = "are_zero")]
     pub(crate) behind: [u32; 2],
 }
@@ -93,7 +94,7 @@ fn are_zero(words: &[u32; 2]) -> bool {
     *words == [0; 2]
 }
 
-/// Completion that waits to be posted to the admin queue.
+/// A completion that waits to be posted to the admin Completion Queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct CompletionState {
@@ -111,58 +112,58 @@ pub(crate) struct FeaturesState {
     pub(crate) over_temperature: Option<u16>,
     pub(crate) under_temperature: u16,
     pub(crate) error_recovery: u32,
-    /// Numbers of I/O Submission and Completion Queues that were allocated.
+    /// Numbers of I/O Submission Queues and of I/O Completion Queues that the guest was granted.
     pub(crate) queues: Option<[u16; 2]>,
     pub(crate) interrupt_coalescing: u32,
-    /// Vectors with Coalescing Disable set.
+    /// Vectors for which the guest has set Coalescing Disable.
     pub(crate) coalescing_disabled: Vec<u16>,
     pub(crate) write_atomicity: u32,
     pub(crate) async_events: u32,
     pub(crate) timestamp: TimestampState,
-    /// Values of ACRE, ETDAS and LBAFEE.
+    /// Values of the fields ACRE, ETDAS and LBAFEE of Host Behavior Support.
     pub(crate) host_behavior: [u8; 3],
 }
 
-/// The Timestamp feature.
+/// State of the Timestamp feature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct TimestampState {
     pub(crate) milliseconds: u64,
-    /// Timestamp Origin.
+    /// Value of the field Timestamp Origin.
     pub(crate) origin: u8,
 }
 
-/// Asynchronous events.
+/// State of the asynchronous events.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct AsyncEventsState {
-    /// Command identifiers of the event requests that wait for an event.
+    /// Identifiers of the guest's event requests that wait for an event.
     pub(crate) requests: Vec<u16>,
-    /// Events that wait for a request, as dword 0 of a completion.
+    /// Events that wait for a request of the guest, each as dword 0 of its completion.
     pub(crate) events: Vec<u32>,
-    /// Masked event types, as bits.
+    /// Masked types of events, one bit each.
     pub(crate) masked: u8,
 }
 
-/// The Error Information log.
+/// State of the Error Information log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ErrorLogState {
-    /// Entries of 64 bytes, the newest first.
+    /// Entries of the log, 64 bytes each, newest first.
     pub(crate) entries: Vec<u8>,
-    /// Total number of errors.
+    /// Total number of errors, including those that are no longer in the log.
     pub(crate) count: u64,
 }
 
-/// Numbers of resets of a function, by kind.
+/// Numbers of a function's resets, by the side that has requested them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ResetStats {
-    /// Controller resets: the guest cleared `CC.EN`.
+    /// Number of controller resets: the guest has cleared `CC.EN`.
     pub controller: u64,
-    /// Function-level resets by the guest.
+    /// Number of function-level resets by the guest.
     pub function_level: u64,
-    /// Resets by the VMM, for example at a machine's restart.
+    /// Number of resets by the VMM, for example at a machine's restart.
     pub vmm: u64,
 }
 

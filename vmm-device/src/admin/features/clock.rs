@@ -6,14 +6,14 @@ use nvme_spec::feature::{Timestamp, TimestampAttributes, TimestampOrigin};
 
 use crate::state::parts::TimestampState;
 
-/// Timestamp clock of one controller.
+/// Clock of the Timestamp feature of one controller.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TimestampClock {
-    /// Value at `since`, in milliseconds.
+    /// Timestamp at the time `since`, in milliseconds.
     start: u64,
     since: Duration,
     origin: TimestampOrigin,
-    /// Set if the clock has stood still since it was set, which the attribute Synch reports.
+    /// True if the clock has stopped at some time since it was set, as in a snapshot. The attribute Synch reports that.
     stopped: bool,
 }
 
@@ -53,8 +53,8 @@ impl TimestampClock {
         }
     }
 
-    /// Restores the clock. `elapsed` is the time since the save. For a snapshot, `elapsed` is `None`, and the clock has stood
-    /// still since the save.
+    /// Restores the clock. `elapsed` is the time since the save; `None` for a snapshot, after which the clock continues from
+    /// the time of the save.
     pub(super) fn from_state(
         state: &TimestampState,
         now: Duration,

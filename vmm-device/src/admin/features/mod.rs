@@ -32,7 +32,7 @@ use super::{
 /// Mask of the I/O Command Set Combination Index in dword 11 of the I/O Command Set Profile.
 const COMBINATION_INDEX_MASK: u32 = 0x1FF;
 
-/// Values outside [`ControllerFeatures`] that Get Features and Set Features depend on.
+/// Values on which Get Features and Set Features depend, and which [`ControllerFeatures`] does not have.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FeatureContext<'a> {
     pub(super) namespace: &'a LeasedNamespace,
@@ -40,15 +40,15 @@ pub(super) struct FeatureContext<'a> {
     pub(super) blocks: u64,
     pub(super) volatile_write_cache: bool,
     pub(super) queue_pairs_max: u16,
-    /// Default Over Temperature Threshold.
+    /// Default Over Temperature Threshold, in kelvins.
     pub(super) default_threshold: u16,
-    /// Number of interrupt vectors.
+    /// Number of interrupt vectors of the function.
     pub(super) vectors: usize,
-    /// Set while I/O queues exist.
+    /// True while the guest has I/O queues.
     pub(super) io_queues_exist: bool,
 }
 
-/// Result of Get Features: dword 0 of the completion, and the feature's data, if any.
+/// Result of Get Features: dword 0 of the completion, and the data of the feature if it has any.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct FeatureValue {
     pub(super) dw0: u32,
@@ -64,17 +64,17 @@ pub(super) struct ControllerFeatures {
     over_temperature: Option<u16>,
     under_temperature: u16,
     error_recovery: ErrorRecovery,
-    /// Numbers of queues that were granted; `None` if the guest has not set the feature since the last reset.
+    /// Numbers of I/O queues that the guest was granted; `None` if it has not set Number of Queues since the last reset.
     queues: Option<IoQueueAllocation>,
     coalescing: InterruptCoalescing,
-    /// Vectors whose Coalescing Disable is set, as bits.
+    /// Vectors for which the guest has set Coalescing Disable, one bit each.
     coalescing_disabled: u128,
     write_atomicity: WriteAtomicity,
     async_events: AsyncEventConfiguration,
     timestamp: TimestampClock,
-    /// Clock that drives the Timestamp.
+    /// Clock by which the Timestamp advances.
     clock: Arc<dyn WaitClock>,
-    /// Values of ACRE, ETDAS and LBAFEE.
+    /// Values of the fields ACRE, ETDAS and LBAFEE of Host Behavior Support.
     host_behavior: [u8; 3],
 }
 
@@ -119,7 +119,8 @@ impl ControllerFeatures {
         })
     }
 
-    /// Returns whether `temperature` (Composite Temperature) has reached the over or the under temperature threshold.
+    /// Returns whether `temperature`, a Composite Temperature in kelvins, has reached the over or the under temperature
+    /// threshold.
     pub(super) fn is_beyond_threshold(&self, temperature: u16, default_threshold: u16) -> bool {
         temperature >= self.over_temperature.unwrap_or(default_threshold)
             || temperature <= self.under_temperature
@@ -346,7 +347,7 @@ impl ControllerFeatures {
     }
 }
 
-/// Checks whether a guest may set a feature (Base 2.0, section 5.27).
+/// Checks that a guest may set a feature to a value (Base 2.0, section 5.27).
 pub(super) fn check_set(
     fid: FeatureId,
     save: bool,
@@ -419,7 +420,7 @@ fn require_vector(
     )
 }
 
-/// Returns the bit of a vector. There are at most 128 vectors.
+/// Returns the bit that stands for a vector in `coalescing_disabled`. There are at most 128 vectors.
 fn vector_bit(vector: usize) -> u128 {
     1 << (vector % 128)
 }

@@ -48,7 +48,7 @@ impl ControllerFeatures {
         }
     }
 
-    /// Checks that a guest could have made these values with Set Features.
+    /// Checks that a guest can have brought the features to these values by Set Features.
     pub(in crate::admin) fn check(
         state: &FeaturesState,
         vectors: usize,
@@ -141,8 +141,8 @@ impl ControllerFeatures {
         Ok(())
     }
 
-    /// Restores the values from a checked state. `elapsed` is the time since the save. For a snapshot, `elapsed` is `None`, and
-    /// the controller's clock has stood still since the save.
+    /// Restores the values from a checked state. `elapsed` is the time since the save; `None` for a snapshot, after which the
+    /// controller's clock continues from the time of the save.
     pub(in crate::admin) fn from_state(
         state: &FeaturesState,
         clock: &Arc<dyn WaitClock>,

@@ -24,12 +24,12 @@ use zerocopy::{
 
 use super::features::ControllerFeatures;
 
-/// Time for which the drive's last report is reused, so that a guest that polls its health log does not occupy the drive's
-/// admin queue.
+/// Time for which a report of the drive is used again. So a guest that polls its health log does not occupy the drive's admin
+/// queue.
 const REPORT_AGE_MAX: Duration = Duration::from_secs(1);
 
-/// Poll interval while the guest has health events enabled. Polling is needed because a drive reports only that its own
-/// thresholds are crossed, not thresholds that a guest has set.
+/// Interval at which the drive's health is read while the guest has health events enabled. A drive reports only that its own
+/// thresholds are crossed, not those that a guest has set.
 pub(crate) const HEALTH_POLL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Composite Temperature, WCTEMP and CCTEMP in kelvins of a drive without a sensor: 37 °C, 70 °C and 100 °C.
@@ -43,18 +43,18 @@ const THRESHOLDS: TemperatureThresholds = TemperatureThresholds {
 const SPARE: u8 = 100;
 const SPARE_THRESHOLD: u8 = 10;
 
-/// Latest result of reading the drive's health.
+/// Result of the latest attempt to read the drive's health.
 #[derive(Debug)]
 enum HealthReading {
-    /// No report yet: the drive's health was not requested, or the drive has not answered.
+    /// There is no report: the drive was not asked yet, or it has not answered.
     Unknown,
     /// The drive has no health log, because it does not wear out.
     None,
-    /// Last report of the drive.
+    /// The drive's last report.
     Drive(Box<SmartHealth>),
 }
 
-/// Cached health of the drive, read on demand.
+/// The drive's health as the function last read it.
 #[derive(Debug)]
 pub(super) struct GuestDriveHealth {
     thresholds: Option<TemperatureThresholds>,
@@ -63,7 +63,7 @@ pub(super) struct GuestDriveHealth {
     is_drive_gone: bool,
     damage: LeaseDamage,
     powered_since: Duration,
-    /// Time for which the controller was powered in previous processes. It is added to the time in this process.
+    /// Time for which previous processes had the controller powered. The time in this process is added to it.
     powered_before: Duration,
     clock: Arc<dyn WaitClock>,
 }
@@ -87,20 +87,20 @@ impl GuestDriveHealth {
         }
     }
 
-    /// Replaces the clock, and discards the time of the last read.
+    /// Replaces the clock. The time of the last read is discarded, because it was by the old clock.
     pub(super) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
         self.last_read = None;
         self.powered_since = clock.now();
         self.clock = clock;
     }
 
-    /// Returns the time for which the controller has been powered, across all processes.
+    /// Returns the time for which the controller has been powered, in all processes.
     pub(super) fn powered_time(&self) -> Duration {
         let here = self.clock.now().saturating_sub(self.powered_since);
         here.saturating_add(self.powered_before)
     }
 
-    /// Sets the time for which the controller was powered in previous processes.
+    /// Sets the time for which previous processes had the controller powered.
     pub(super) fn set_powered_time(&mut self, powered: Duration) {
         (self.powered_since, self.powered_before) = (self.clock.now(), powered);
     }
@@ -124,7 +124,7 @@ impl GuestDriveHealth {
         }
     }
 
-    /// Returns whether the drive measures its temperature, so that its health can change.
+    /// Returns whether the drive's health can change by itself: the drive measures its temperature.
     pub(super) fn can_change(&self) -> bool {
         self.thresholds.is_some()
     }
@@ -160,7 +160,7 @@ impl GuestDriveHealth {
         }
     }
 
-    /// Returns the Composite Temperature in kelvins; 0 if unknown.
+    /// Returns the Composite Temperature in kelvins; 0 if it is unknown.
     fn temperature(&self) -> u16 {
         match &self.reading {
             HealthReading::Unknown => 0,

@@ -135,7 +135,7 @@ fn without_a_drive_log_power_on_hours_count_from_the_functions_start() {
     assert_eq!(hours(&health), U128::new(2));
     clock.sleep(Duration::from_secs(1));
     assert_eq!(hours(&health), U128::new(3));
-    // The next process continues from the time for which the controller was powered.
+    // The successor continues from the time for which the controller was powered.
     let mut next = GuestDriveHealth::new(None, clock.clone());
     next.refresh(&host);
     next.set_powered_time(health.powered_time());

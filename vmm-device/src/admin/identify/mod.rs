@@ -24,7 +24,7 @@ use super::{
 };
 use crate::pci::config_space::VENDOR_ID;
 
-/// `CNTLID`: zero, because each controller is the only one of its NVM subsystem.
+/// `CNTLID`, the controller's identifier: zero, because each controller is the only one of its NVM subsystem.
 pub(super) const CONTROLLER_ID: u16 = 0;
 /// `CNTID` value that stands for the controller that processes the command.
 const THIS_CONTROLLER: u16 = 0xFFFF;
@@ -38,7 +38,7 @@ const NOIOB_MAX: u64 = 1 << 15;
 pub(super) const ARBITRATION_BURST: u8 = 6;
 
 impl IdentifySubject<'_> {
-    /// Returns the requested data structure of 4,096 bytes.
+    /// Returns the data structure of 4,096 bytes that an Identify command requests.
     pub(super) fn identify(&self, command: IdentifyCommand, nsid: Nsid) -> Result<Vec<u8>, Status> {
         let structure = match command.cns {
             Cns::NAMESPACE => {
@@ -103,7 +103,7 @@ impl IdentifySubject<'_> {
         Ok(structure(self))
     }
 
-    /// Checks that `nsid` is the guest's namespace. The broadcast value is invalid, since there is no Namespace Management.
+    /// Checks that `nsid` is the guest's namespace. The broadcast value is refused, since there is no Namespace Management.
     pub(super) fn require_namespace(&self, nsid: Nsid) -> Result<(), Status> {
         if nsid != self.namespace.nsid {
             return Err(Status::INVALID_NAMESPACE_OR_FORMAT);
@@ -171,7 +171,7 @@ impl IdentifySubject<'_> {
         &self.namespace.command_sets
     }
 
-    /// Returns the namespace's own command set.
+    /// Returns the description of the command set that the namespace has.
     fn command_set(&self) -> &CommandSetDescription {
         self.command_sets().native()
     }

@@ -41,13 +41,13 @@ use crate::{
     },
 };
 
-/// Storage for the state of a running function that outlives the process.
+/// A store for the state of a running function, which outlives the process.
 pub trait FunctionStateStore: fmt::Debug + Send {
     /// Replaces the stored state. When this returns, the state survives the end of the process.
     fn store(&self, state: FunctionState);
 }
 
-/// Parts of a function, except the admin queue, that its state contains.
+/// Parts of a function that are saved in its state, except for the admin queue.
 #[derive(Clone, Copy)]
 pub(super) struct SavedParts<'a> {
     pub(super) facts: &'a LeaseFacts,
@@ -73,7 +73,7 @@ impl SavedParts<'_> {
         }
     }
 
-    /// Returns the state of the running function.
+    /// Returns the state of a running function, with the given states of its admin queue and of its I/O queues.
     pub(super) fn to_running_state(
         self,
         admin: SavedAdminState,
@@ -118,7 +118,7 @@ impl NvmeFunction {
         paused
     }
 
-    /// Continues after a pause or a restore.
+    /// Continues after a pause, or after a restore.
     pub fn resume(&mut self) {
         self.paused = false;
         // Without Bus Master Enable, the function continues once the guest sets it.
@@ -152,7 +152,7 @@ impl NvmeFunction {
         Ok(state)
     }
 
-    /// Returns the state of a running function, for the next process.
+    /// Returns the state of the running function, for its successor.
     #[must_use]
     pub fn running_state(&self) -> FunctionState {
         let parts = SavedParts {
@@ -180,12 +180,12 @@ impl NvmeFunction {
         self.state_store = Some(supervisor);
     }
 
-    /// Returns whether the state may have changed since the last call.
+    /// Returns whether the state may have changed since the last call of this method.
     pub fn take_changed_flag(&mut self) -> bool {
         std::mem::take(&mut self.may_have_changed)
     }
 
-    /// Stores the state, if the function has a supervisor.
+    /// Stores the state, if the function has a store for it.
     pub(super) fn store_running_state(&self) {
         if let Some(supervisor) = &self.state_store {
             supervisor.store(self.running_state());
@@ -228,9 +228,9 @@ impl NvmeFunction {
     /// BARs that moved.
     ///
     /// The function runs afterwards. Commands in flight are carried out again, or end with Command Interrupted. If the queues
-    /// cannot be restored, the controller fails (`CSTS.CFS`) and the guest's driver resets it. But if the cause is that the host
-    /// lacks memory, descriptors or threads, this returns an error. Each vector is raised once, because the predecessor may have
-    /// ended before it raised the vector.
+    /// cannot be restored, the controller fails (`CSTS.CFS`) and the guest's driver resets it. But if the cause is that the
+    /// host lacks memory, descriptors or threads, this returns an error. Each vector is raised once, because the predecessor
+    /// may have ended before it raised the vector.
     ///
     /// # Errors
     /// All of [`FunctionStateError`] except those about bytes. If a check of the state fails, the function is unchanged. After
@@ -267,7 +267,7 @@ impl NvmeFunction {
     /// Quarantines the function of a process that ended: restores its registers without its queues and commands, and fails the
     /// controller for good.
     ///
-    /// The guest sees `CSTS.CFS` and cannot enable the controller again. A disable or a shutdown completes at once. The
+    /// The guest sees `CSTS.CFS` and cannot enable the controller again. A disable or a shutdown completes immediately. The
     /// function neither accesses guest memory nor sends interrupts. This function must be in the power-on state, and the saved
     /// state is untrusted.
     ///
@@ -283,7 +283,7 @@ impl NvmeFunction {
         Ok(())
     }
 
-    /// Checks everything that can be checked before anything is applied. Returns the facts of the restored function.
+    /// Checks all of a state that can be checked before any of it is applied. Returns the facts of the restored function.
     fn check(&self, state: &FunctionState) -> Result<LeaseFacts, FunctionStateError> {
         let facts = self.check_registers(state)?;
         let queues = match &state.queues {
@@ -305,8 +305,8 @@ impl NvmeFunction {
         Ok(facts)
     }
 
-    /// Checks the version, the facts, configuration space and registers. Returns the facts of the restored function: those that
-    /// the guest was told, and the present values of those that it does not see.
+    /// Checks the version, the facts, configuration space and the registers of a state. Returns the facts of the restored
+    /// function: those that the guest was told, and the present values of those that it does not see.
     fn check_registers(&self, state: &FunctionState) -> Result<LeaseFacts, FunctionStateError> {
         state.check_version()?;
         let present = self.present_facts();
@@ -331,7 +331,7 @@ impl NvmeFunction {
         Ok(facts)
     }
 
-    /// Applies a checked state, except for the queues of the back end. Returns the BARs that moved.
+    /// Applies a checked state, without the queues of the back end. Returns the BARs that have moved.
     fn apply(&mut self, state: &FunctionState, facts: LeaseFacts) -> Vec<BarMove> {
         let FunctionState {
             version: _,
@@ -363,7 +363,7 @@ impl NvmeFunction {
         self.apply_bus_master();
         if self.registers.is_running()
             && let Err(error) = self.backend.watch_admin_doorbells()
-            // The back end's next process gets this request on connecting.
+            // The successor of the back end's process gets this request when it connects.
             && !self.is_disconnect_error(&error)
         {
             self.fail(&format!("its admin doorbells cannot be watched: {error}"));
@@ -371,7 +371,7 @@ impl NvmeFunction {
         moves
     }
 
-    /// Adopts the facts of a restored function, and tells the guest if its lease has grown since.
+    /// Adopts the facts of a restored function, and reports to the guest if its lease has grown since the save.
     fn adopt_facts(&mut self, facts: LeaseFacts) {
         let told = facts.namespace.blocks;
         self.facts = facts;
@@ -383,7 +383,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Completes the transition that a register write requested on a quarantined function. The controller stays failed.
+    /// Completes the transition that a register write has requested of a quarantined function, whose controller stays failed.
     pub(super) fn complete_quarantined_transition(
         &mut self,
         transition: Option<ControllerTransition>,

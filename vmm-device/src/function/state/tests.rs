@@ -1,4 +1,4 @@
-//! Tests of the state of a running function, as its next process restores it.
+//! Tests of the state of a running function, as its successor restores it.
 
 use std::{
     fs::File,
@@ -25,7 +25,7 @@ const IO_SQ: u64 = DATA + 0x11_0000;
 const MEMORY_SPACE: u16 = 1 << 1;
 const BUS_MASTER: u16 = 1 << 2;
 
-/// Files and memory that outlive the processes of a function.
+/// Files and memory that outlive the processes that have the function.
 pub(in crate::function) struct PersistedFunctionParts {
     pub(in crate::function) drive: Arc<Drive>,
     pub(in crate::function) ledger: File,
@@ -34,7 +34,7 @@ pub(in crate::function) struct PersistedFunctionParts {
     pub(in crate::function) inflight: OwnedFd,
 }
 
-/// Records all states, the oldest first.
+/// Store that records all states, oldest first.
 #[derive(Clone, Debug, Default)]
 struct FunctionStateRecorder(Arc<Mutex<Vec<FunctionState>>>);
 
@@ -88,7 +88,7 @@ fn guest() -> (TestGuest, PersistedFunctionParts, FunctionStateRecorder) {
 }
 
 impl PersistedFunctionParts {
-    /// Returns a function in its power-on state, with the persisted parts.
+    /// Returns a function in its power-on state, on a back end with the persisted parts.
     fn next_function(&self) -> NvmeFunction {
         let files = PersistedBackendFiles {
             doorbells: clone_fd(&self.doorbells),
@@ -99,7 +99,7 @@ impl PersistedFunctionParts {
         function
     }
 
-    /// Ends the function, and restores its successor from `state`.
+    /// Ends the function, and restores its successor from `state`, for the same guest.
     fn replace(&self, guest: &mut TestGuest, state: &FunctionState) {
         // The old function releases its lease first. Its queues leave the doorbells unchanged.
         let unused = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
@@ -224,7 +224,7 @@ fn a_consumed_completion_is_posted_again_before_the_head_is_checked() {
     let posted = guest.peek().unwrap();
     assert_eq!((posted.cid(), posted.status()), (cid, Status::SUCCESS));
     survivors.replace(&mut guest, &serialize_and_parse(about_to_complete));
-    // The guest rings the doorbell before the next process has handled its events.
+    // The guest rings the doorbell before the successor has handled its events.
     guest.consume();
     guest.function.process_events();
     let after = guest.function.running_state().admin;
@@ -292,7 +292,7 @@ fn an_unfinished_reset_leaves_no_queue_to_restore() {
     assert!(begun.registers.is_enabled());
     survivors.replace(&mut guest, &serialize_and_parse(begun));
     assert_eq!(guest.function.reset_stats().controller, 0);
-    // The next process repeats the register access.
+    // The successor repeats the register access.
     guest.write_register(0x14, 0x0046_0000);
     assert_eq!(guest.csts(), 0);
     assert_eq!(guest.function.reset_stats().controller, 1);
@@ -500,10 +500,10 @@ fn states_of_running_and_paused_functions_are_not_interchangeable() {
     assert!(!function.is_paused());
 }
 
-/// State of [`eventful_guest`].
+/// State of [`eventful_guest`], as this version stored it.
 const STORED: &str = include_str!("../stored/function_state.json");
 
-/// Fields that differ between ledgers.
+/// Fields of the state that differ between ledgers.
 const IDENTITY: [&str; 4] = ["serial", "nguid", "eui64", "uuid"];
 
 /// Feature identifiers.

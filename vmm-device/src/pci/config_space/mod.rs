@@ -22,7 +22,7 @@ use super::{
 /// trigger such quirks. For example, Linux restricts namespace identifiers for 1B36:0010 (QEMU), and delays the creation of
 /// queues for some physical drives. With an unassigned ID, drivers follow the specification.
 pub const VENDOR_ID: u16 = 0x4D50;
-/// Device ID.
+/// Device ID of the function.
 pub const DEVICE_ID: u16 = 0x0001;
 
 /// Size of configuration space in bytes (PCI Express 4.0, section 7.2).
@@ -76,7 +76,7 @@ pub enum Bar {
 }
 
 impl Bar {
-    /// All BARs.
+    /// All BARs of the function.
     pub const ALL: [Self; 2] = [Self::Registers, Self::Msix];
 
     /// Returns the index of the BAR's lower half among the six BARs of the header.
@@ -104,34 +104,34 @@ impl Bar {
 pub struct BarMove {
     /// BAR that moved.
     pub bar: Bar,
-    /// Size in bytes.
+    /// Size of the BAR in bytes.
     pub size: u64,
-    /// Previous address; `None` if the BAR was not decoded.
+    /// Previous guest address; `None` if the BAR was not decoded.
     pub from: Option<u64>,
-    /// New address; `None` if the BAR is not decoded.
+    /// New guest address; `None` if the BAR is not decoded.
     pub to: Option<u64>,
 }
 
 /// Side effects of a write to configuration space.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct ConfigWrite {
-    /// BARs whose address changed, or whose decoding began or ended.
+    /// BARs whose guest address has changed, or whose decoding has begun or ended.
     pub(crate) moves: Vec<BarMove>,
-    /// Set if the write initiated a Function Level Reset. Configuration space is then already in its power-on state.
+    /// True if the write has initiated a Function Level Reset. Configuration space is then already in its power-on state.
     pub(crate) function_level_reset: bool,
 }
 
 /// Interrupt types that a function offers its guest in addition to MSI-X.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OfferedInterrupts {
-    /// MSI.
+    /// True if MSI is offered.
     pub(crate) msi: bool,
-    /// INTx, through the interrupt pin.
+    /// True if INTx is offered, through the interrupt pin.
     pub(crate) pin: bool,
 }
 
 impl OfferedInterrupts {
-    /// Returns the interrupt types that these contents of configuration space offer.
+    /// Returns the interrupt types that saved configuration space offers.
     fn from_config_space(contents: &[u8]) -> Self {
         let at = |offset: u8| contents.get(usize::from(offset)).copied();
         Self {
@@ -146,22 +146,22 @@ impl OfferedInterrupts {
 pub(crate) struct ConfigSpace {
     contents: [u8; COMPATIBLE_SIZE],
     layout: ConfigSpaceLayout,
-    /// Interrupt types that a new guest is offered. A restored guest may be offered other types.
+    /// Interrupt types that a new guest is offered. A restored guest may have been offered others.
     offered_to_new_guests: OfferedInterrupts,
-    /// Set if Command was written since power-on.
+    /// True if the guest has written Command since power-on.
     is_command_written: bool,
 }
 
-/// Layout of configuration space: everything that stays constant for a guest.
+/// Layout of configuration space: its properties that stay constant for a guest.
 #[derive(Clone, Debug)]
 struct ConfigSpaceLayout {
     doorbell_bytes: u64,
     vectors: u16,
     offered: OfferedInterrupts,
     registers_bar_size: u64,
-    /// Contents after a power-on or function reset.
+    /// Contents after power-on, and after a function reset.
     reset_contents: [u8; COMPATIBLE_SIZE],
-    /// Mask of the bits that writes change.
+    /// Mask of the bits that the guest can write.
     writable_mask: [u8; COMPATIBLE_SIZE],
 }
 
@@ -178,7 +178,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Resets to the power-on state for a new guest, and offers this guest all interrupt types.
+    /// Resets configuration space to its power-on state for a new guest, which is offered all interrupt types.
     pub(crate) fn reset_for_new_guest(&mut self) {
         let ConfigSpaceLayout {
             doorbell_bytes: doorbells,
@@ -188,7 +188,7 @@ impl ConfigSpace {
         *self = Self::new(doorbells, vectors, self.offered_to_new_guests);
     }
 
-    /// Resets the contents to their power-on values. Returns the BARs that moved.
+    /// Resets the contents to their power-on values. Returns the BARs that have moved.
     pub(crate) fn reset(&mut self) -> Vec<BarMove> {
         let before = self.bar_addresses();
         self.is_command_written = false;
@@ -245,12 +245,13 @@ impl ConfigSpace {
         }
     }
 
-    /// Returns the contents for the saved state.
+    /// Returns the contents, to be saved.
     pub(crate) fn save(&self) -> Vec<u8> {
         self.contents.to_vec()
     }
 
-    /// Checks the saved bytes. Bytes with other BARs, other numbers of vectors or other capabilities are refused.
+    /// Checks that saved bytes fit this function. Bytes with other BARs, other numbers of vectors or other capabilities are
+    /// refused.
     pub(crate) fn check(&self, saved: &[u8]) -> Result<(), BackendStateError> {
         if saved.len() != COMPATIBLE_SIZE {
             let valid = COMPATIBLE_SIZE.to_string();
@@ -286,7 +287,7 @@ impl ConfigSpace {
         Ok(())
     }
 
-    /// Returns the layout of saved bytes, which may come from an earlier release.
+    /// Returns the layout of saved bytes. They may come from an earlier release, which offered fewer interrupt types.
     fn saved_layout(&self, saved: &[u8]) -> ConfigSpaceLayout {
         let ConfigSpaceLayout {
             doorbell_bytes: doorbells,
@@ -309,7 +310,8 @@ impl ConfigSpace {
         self.is_command_written && self.contents[usize::from(COMMAND)] == 0
     }
 
-    /// Restores checked bytes, and the result of [`Self::is_command_cleared`] at the save. Returns the BARs that moved.
+    /// Restores checked bytes. `switched_off` is the result of [`Self::is_command_cleared`] at the save. Returns the BARs that
+    /// have moved.
     pub(crate) fn restore(&mut self, saved: &[u8], switched_off: bool) -> Vec<BarMove> {
         let before = self.bar_addresses();
         self.layout = self.saved_layout(saved);
@@ -426,7 +428,7 @@ pub(crate) fn set_interrupt_status(offset: u64, data: &mut [u8]) {
     }
 }
 
-/// Returns the base-2 logarithm of the number of MSI messages that a function with `vectors` vectors offers.
+/// Returns the number of MSI messages that a function with `vectors` vectors offers, as a base-2 logarithm.
 fn messages_log2(vectors: u16) -> u16 {
     // The cast keeps the value: the logarithm of a `u16` is at most 15.
     let floor = vectors.checked_ilog2().unwrap_or_default() as u16;

@@ -32,24 +32,24 @@ pub(crate) struct VfioUserMessage<'a> {
     pub(crate) has_lost_fds: bool,
 }
 
-/// End of the message stream.
+/// Reason why no further message can be read from a connection.
 #[derive(Debug)]
 pub(crate) enum StreamEnd {
-    /// The client closed it.
+    /// The client closed the connection.
     Closed {
         /// Set if the stream ended within a message.
         cut_short: bool,
     },
     /// The socket failed.
     Failed(io::Error),
-    /// The bytes are no valid message, so the server does not know where the next message starts.
+    /// The received header is invalid, so the server does not know where the next message starts.
     InvalidMessage {
         header: VfioUserHeader,
         refusal: RequestRefusal,
     },
     /// The server refused the last message, and ends the connection after the error reply.
     Refused,
-    /// The request log failed.
+    /// The request log could not be read or written.
     RequestLog(RequestLogError),
 }
 
@@ -63,12 +63,12 @@ impl From<RequestLogError> for StreamEnd {
 #[derive(Debug, Default)]
 pub(crate) struct MessageReader {
     header: [u8; VfioUserHeader::SIZE],
-    /// Number of bytes of `header` received.
+    /// Number of bytes of `header` that have been received.
     header_bytes_received: usize,
     payload: Vec<u8>,
     fds: Vec<OwnedFd>,
     has_lost_fds: bool,
-    /// Set if the message was returned: the next call begins a new one.
+    /// Set once the message was returned to the caller, so the next call begins another message.
     is_returned: bool,
 }
 
@@ -137,7 +137,8 @@ impl MessageReader {
             self.discard();
         }
         while self.header_bytes_received < VfioUserHeader::SIZE {
-            // Without a control buffer, the kernel installs no file descriptors.
+            // This call has no control buffer, so the kernel does not install file descriptors yet: they come with the peek
+            // below.
             let room = &mut self.header[self.header_bytes_received..];
             let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
             match rustix::net::recv(stream, room, flags) {
@@ -150,8 +151,9 @@ impl MessageReader {
                 Err(Errno::INTR) => {}
                 Err(error) => return Err(StreamEnd::Failed(error.into())),
             }
-            // Peeks the header again together with the payload: descriptors come with every peek at any of the bytes that they
-            // were sent with. A message that is only a header does not need them.
+            // A peek at any bytes of a sendmsg(2) gets copies of its descriptors. So the header is peeked again together with
+            // the payload, which gets the descriptors whichever bytes they were sent with. A message that is only a header
+            // needs no descriptors.
             if self.header_bytes_received == VfioUserHeader::SIZE
                 && self.header().message_size != VfioUserHeader::SIZE as u32
             {
@@ -163,7 +165,8 @@ impl MessageReader {
         let header = self.header();
         let size = RequestRefusal::check_size(&header, MAX_REQUEST)
             .map_err(|refusal| StreamEnd::InvalidMessage { header, refusal })?;
-        // Covers the whole message, so that each peek ends where a sendmsg(2) of the client's ends, or with the message.
+        // `payload` has space for the whole message, header included. So a peek ends at the end of the message, or where the
+        // client's sendmsg(2) ended.
         while size > VfioUserHeader::SIZE && self.payload.len() < size {
             let have = self.payload.len();
             self.payload.resize(size, 0);
@@ -252,7 +255,7 @@ fn receive(
 pub(crate) struct ReplyWriter {
     /// Reply that is being built or sent, header first; empty if there is none.
     bytes: Vec<u8>,
-    /// Number of bytes of the reply that are sent.
+    /// Number of bytes of the reply that the socket has accepted.
     sent_bytes: usize,
     /// Descriptor to send with the reply's first byte.
     fd: Option<Arc<OwnedFd>>,

@@ -178,7 +178,7 @@ pub struct MappableArea {
     pub offset: u64,
     /// Size in bytes, a multiple of the page size.
     pub size: u64,
-    /// The memory.
+    /// File whose pages the client maps.
     pub memory: Arc<OwnedFd>,
     /// Offset of the *region* in `memory`: the area begins at `base + offset`. The protocol has one such offset for the whole
     /// region, so `memory` must also cover the part of the region before the area. In a memfd, that part is a hole and takes no
@@ -204,7 +204,7 @@ pub struct DmaRegion {
 /// File that backs a DMA region. The server does not check that the file is large enough for the region.
 #[derive(Debug)]
 pub struct DmaMemory {
-    /// The file.
+    /// Descriptor of the file, received from the client.
     pub fd: OwnedFd,
     /// Offset of the region in the file. Offset plus region size does not overflow.
     pub offset: u64,

@@ -23,7 +23,7 @@ use crate::version::VersionReply;
 /// Granularity of a mappable area in bytes: the smallest page size of any host.
 const PAGE: u64 = 4096;
 
-/// Regions of the device, constant while the server runs.
+/// Regions of the device, as it described them at the start of the server.
 #[derive(Debug)]
 pub(crate) struct DeviceRegions([DeviceRegion; NUM_REGIONS as usize]);
 
@@ -37,7 +37,7 @@ impl DeviceRegions {
             };
             let (offset, size) = (area.offset, area.size);
             let inside = range_end(offset, size).is_some_and(|end| end <= region.size);
-            // The end of a file has 63 bits, since file offsets are signed.
+            // The sums are checked against 63 bits, since file offsets are signed.
             let file_end = range_end(area.base, offset).and_then(|offset| range_end(offset, size));
             let in_file = file_end.is_some_and(|end| i64::try_from(end).is_ok());
             let pages = [offset, size, area.base].iter().all(|x| x % PAGE == 0);

@@ -43,8 +43,8 @@ impl Default for SocketAccess {
 pub struct SocketListener {
     socket: UnixListener,
     file: SocketFile,
-    /// Spare file descriptor. If the process has no free descriptor for a connection, the listener closes the spare one,
-    /// accepts the connection and closes it.
+    /// Spare file descriptor. If the process has no free descriptor for a new connection, the listener closes the spare one to
+    /// accept the connection, and then closes the connection.
     spare: Option<File>,
 }
 

@@ -110,7 +110,7 @@ pub struct VfioUserHeader {
     pub command: U16,
     /// Size of the message in bytes, including this header.
     pub message_size: U32,
-    /// Type, No_reply, Error.
+    /// Message type (see [`Self::TYPE_MASK`]), and the flags [`Self::NO_REPLY`] and [`Self::ERROR`].
     pub flags: U32,
     /// In a reply with the Error flag, a UNIX errno.
     pub error: U32,
@@ -188,7 +188,7 @@ const _: () = assert!(size_of::<VersionPayload>() == 4);
 pub struct DmaMap {
     /// Size of this structure.
     pub argsz: U32,
-    /// `READ`, `WRITE`, `MMAP`.
+    /// Flags of the region: any of [`DmaMap::READ`], [`DmaMap::WRITE`] and [`DmaMap::MMAP`]; [`DmaMap::FILE_IO`] is refused.
     pub flags: U32,
     /// Offset of the region in the file that accompanies the message.
     pub offset: U64,
@@ -240,11 +240,11 @@ impl DmaUnmap {
 pub struct DeviceInfo {
     /// Request: maximum reply payload that the client accepts. Reply: size of this structure.
     pub argsz: U32,
-    /// `RESET`, `PCI`.
+    /// Flags of the device: [`DeviceInfo::RESET`] and [`DeviceInfo::PCI`].
     pub flags: U32,
-    /// [`NUM_REGIONS`].
+    /// Number of regions: [`NUM_REGIONS`].
     pub num_regions: U32,
-    /// [`NUM_IRQS`].
+    /// Number of interrupt types: [`NUM_IRQS`].
     pub num_irqs: U32,
 }
 
@@ -253,7 +253,7 @@ const _: () = assert!(size_of::<DeviceInfo>() == 16);
 impl DeviceInfo {
     /// `VFIO_DEVICE_FLAGS_RESET`: the device supports `DEVICE_RESET`.
     pub const RESET: u32 = 1 << 0;
-    /// `VFIO_DEVICE_FLAGS_PCI`
+    /// `VFIO_DEVICE_FLAGS_PCI`: the device is a PCI function.
     pub const PCI: u32 = 1 << 1;
 }
 
@@ -263,11 +263,11 @@ impl DeviceInfo {
 pub struct RegionInfo {
     /// Request: maximum reply payload that the client accepts. Reply: size of the full reply payload.
     pub argsz: U32,
-    /// `READ`, `WRITE`, `MMAP`, `CAPS`.
+    /// Flags of the region: any of [`Self::READ`], [`Self::WRITE`], [`Self::MMAP`] and [`Self::CAPS`].
     pub flags: U32,
     /// Index of the region.
     pub index: U32,
-    /// Offset of the capabilities, from the beginning of this structure.
+    /// Offset of the first capability, from the beginning of this structure.
     pub cap_offset: U32,
     /// Size in bytes; 0 for a region that does not exist.
     pub size: U64,
@@ -278,13 +278,13 @@ pub struct RegionInfo {
 const _: () = assert!(size_of::<RegionInfo>() == 32);
 
 impl RegionInfo {
-    /// `VFIO_REGION_INFO_FLAG_READ`
+    /// `VFIO_REGION_INFO_FLAG_READ`: the client may read the region.
     pub const READ: u32 = 1 << 0;
-    /// `VFIO_REGION_INFO_FLAG_WRITE`
+    /// `VFIO_REGION_INFO_FLAG_WRITE`: the client may write the region.
     pub const WRITE: u32 = 1 << 1;
-    /// `VFIO_REGION_INFO_FLAG_MMAP`
+    /// `VFIO_REGION_INFO_FLAG_MMAP`: the client may map the areas that the sparse mmap capability names.
     pub const MMAP: u32 = 1 << 2;
-    /// `VFIO_REGION_INFO_FLAG_CAPS`
+    /// `VFIO_REGION_INFO_FLAG_CAPS`: the reply has capabilities, from `cap_offset` on.
     pub const CAPS: u32 = 1 << 3;
 }
 
@@ -300,7 +300,7 @@ pub struct SparseMmap {
     pub next: U32,
     /// Number of areas, 1.
     pub nr_areas: U32,
-    /// Zero.
+    /// No value is defined, so zero.
     pub reserved: U32,
     /// Offset of the area in the region.
     pub offset: U64,
@@ -321,7 +321,7 @@ impl SparseMmap {
 pub struct RegionIoFds {
     /// Request: maximum reply payload that the client accepts. Reply: size of the full reply payload.
     pub argsz: U32,
-    /// Zero.
+    /// No value is defined, so zero.
     pub flags: U32,
     /// Index of the region.
     pub index: U32,
@@ -337,7 +337,7 @@ const _: () = assert!(size_of::<RegionIoFds>() == 16);
 pub struct IrqInfoPayload {
     /// Request: maximum reply payload that the client accepts. Reply: size of this structure.
     pub argsz: U32,
-    /// `EVENTFD`, `MASKABLE`, `AUTOMASKED`, `NORESIZE`.
+    /// Flags of the interrupt type: any of [`Self::EVENTFD`], [`Self::MASKABLE`], [`Self::AUTOMASKED`] and [`Self::NORESIZE`].
     pub flags: U32,
     /// Index of the interrupt type.
     pub index: U32,
@@ -348,13 +348,13 @@ pub struct IrqInfoPayload {
 const _: () = assert!(size_of::<IrqInfoPayload>() == 16);
 
 impl IrqInfoPayload {
-    /// `VFIO_IRQ_INFO_EVENTFD`
+    /// `VFIO_IRQ_INFO_EVENTFD`: the interrupts are signalled through eventfds.
     pub const EVENTFD: u32 = 1 << 0;
-    /// `VFIO_IRQ_INFO_MASKABLE`
+    /// `VFIO_IRQ_INFO_MASKABLE`: the client can mask and unmask the interrupts.
     pub const MASKABLE: u32 = 1 << 1;
-    /// `VFIO_IRQ_INFO_AUTOMASKED`
+    /// `VFIO_IRQ_INFO_AUTOMASKED`: an interrupt masks itself when it is signalled.
     pub const AUTOMASKED: u32 = 1 << 2;
-    /// `VFIO_IRQ_INFO_NORESIZE`
+    /// `VFIO_IRQ_INFO_NORESIZE`: the client must disconnect all interrupts before it can connect more.
     pub const NORESIZE: u32 = 1 << 3;
 }
 
@@ -364,7 +364,7 @@ impl IrqInfoPayload {
 pub struct IrqSet {
     /// Size of the payload.
     pub argsz: U32,
-    /// One of the `DATA_` flags and one of the `ACTION_` flags.
+    /// One of the `DATA_` flags (contents of the payload), and one of the `ACTION_` flags (action on the interrupts).
     pub flags: U32,
     /// Index of the interrupt type.
     pub index: U32,
@@ -377,17 +377,17 @@ pub struct IrqSet {
 const _: () = assert!(size_of::<IrqSet>() == 20);
 
 impl IrqSet {
-    /// `VFIO_IRQ_SET_DATA_NONE`
+    /// `VFIO_IRQ_SET_DATA_NONE`: the payload has no array, so the action applies to all selected interrupts.
     pub const DATA_NONE: u32 = 1 << 0;
-    /// `VFIO_IRQ_SET_DATA_BOOL`
+    /// `VFIO_IRQ_SET_DATA_BOOL`: the payload has a byte for each selected interrupt; the action applies if it is not 0.
     pub const DATA_BOOL: u32 = 1 << 1;
-    /// `VFIO_IRQ_SET_DATA_EVENTFD`
+    /// `VFIO_IRQ_SET_DATA_EVENTFD`: an eventfd for each selected interrupt accompanies the message.
     pub const DATA_EVENTFD: u32 = 1 << 2;
-    /// `VFIO_IRQ_SET_ACTION_MASK`
+    /// `VFIO_IRQ_SET_ACTION_MASK`: mask the interrupts.
     pub const ACTION_MASK: u32 = 1 << 3;
-    /// `VFIO_IRQ_SET_ACTION_UNMASK`
+    /// `VFIO_IRQ_SET_ACTION_UNMASK`: unmask the interrupts.
     pub const ACTION_UNMASK: u32 = 1 << 4;
-    /// `VFIO_IRQ_SET_ACTION_TRIGGER`
+    /// `VFIO_IRQ_SET_ACTION_TRIGGER`: signal the interrupts, or connect their eventfds.
     pub const ACTION_TRIGGER: u32 = 1 << 5;
 }
 

@@ -12,7 +12,7 @@ use crate::message::{
 };
 use crate::version::VersionProposal;
 
-/// Well-formed command of a client. The device may still refuse it.
+/// Command of a client that follows all rules of the protocol. The device may still refuse the command.
 #[derive(Debug)]
 pub enum VfioUserRequest<'a> {
     /// `VERSION`
@@ -107,7 +107,7 @@ impl<'a> VfioUserRequest<'a> {
                 Ok(Self::DeviceGetInfo)
             }
             VfioUserCommand::DEVICE_GET_REGION_INFO => {
-                // The client may send a payload of the reply's size, so bytes may follow the fixed part.
+                // The client may send as many bytes as the reply will have, so bytes may follow the fixed part.
                 let (info, _) = split_prefix::<RegionInfo>(command, payload)?;
                 Ok(Self::DeviceGetRegionInfo {
                     region: parse_region(command, info.index.get())?,
@@ -249,7 +249,7 @@ fn parse_set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, Reque
     let index = parse_irq(command, set.index.get())?;
     let (start, count) = (set.start.get(), set.count.get());
 
-    // A count of zero is valid in one command only: the command that disconnects all interrupts of a type.
+    // Only the command that disconnects all interrupts of a type may have a count of zero.
     let all = (flags, start) == (IrqSet::DATA_NONE | IrqSet::ACTION_TRIGGER, 0);
     if count == 0 && !all {
         return Err(RequestRefusal::NoIrqs { start, flags });

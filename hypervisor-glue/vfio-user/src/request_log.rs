@@ -47,9 +47,10 @@ const HEADS_OFFSET: u64 = 0x1000;
 const HEAD_STRIDE: u64 = 0x1000;
 const DEVICES_OFFSET: u64 = SLOT;
 const REPLIES_OFFSET: u64 = DEVICES_OFFSET + 2 * MAX_DEVICE_STATE as u64;
-/// Space in the file for each reply, in bytes.
+/// Size of a slot, the place of one reply in the file, in bytes.
 const SLOT: u64 = 2 << 20;
-/// Number of slots for replies. The pages of a reply are removed long before another reply uses the slot.
+/// Number of slots for replies. Replies use the slots in turn, so the pages of a reply are removed long before another reply
+/// uses its slot.
 const SLOTS: u64 = 1024;
 const FILE_SIZE: u64 = REPLIES_OFFSET + SLOTS * SLOT;
 
@@ -97,9 +98,9 @@ pub enum RequestLogError {
         "The vfio-user request log is damaged: {field} is {value}. Start without it, and connect the VMM again"
     )]
     Damaged {
-        /// Name of the value.
+        /// Name of the invalid value, for the message.
         field: &'static str,
-        /// The value.
+        /// The invalid value, as found in the file.
         value: u64,
     },
     /// The server has committed during every attempt to read the request log.
@@ -136,7 +137,7 @@ fn file_error(action: &'static str) -> impl FnOnce(io::Error) -> RequestLogError
     move |source| RequestLogError::File { action, source }
 }
 
-/// Header of the file.
+/// Beginning of the file: its format, and the commit word, the number of the last commit.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct RequestLogHeader {
@@ -149,17 +150,17 @@ struct RequestLogHeader {
 const _: () =
     assert!(std::mem::offset_of!(RequestLogHeader, commit_word) as u64 == COMMIT_WORD_OFFSET);
 
-/// Head as stored in the file.
+/// Record of the last request in the file, in the file's byte order: the *head* (see the module).
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct RawLoggedRequest {
-    /// Number of the commit that wrote this head. The head is valid if this equals the commit word.
+    /// Number of the commit that wrote this head. The head is valid if its number equals the commit word.
     generation: U64,
     sequence: U64,
     request: U32,
     reply: U32,
     flags: U32,
-    /// Number of a region, or [`NO_REGION`].
+    /// Number of the region whose memory is sent with the reply, or [`NO_REGION`].
     memory_of: U32,
     unread: U32,
     unanswered: U32,
@@ -182,7 +183,7 @@ pub(crate) struct NegotiatedVersion {
     pub(crate) accepts_fds: bool,
 }
 
-/// State of a connection.
+/// State of the client's connection that a successor needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LoggedConnection {
     /// Result of the client's `VERSION` command; `None` until the client sends it.
@@ -191,12 +192,12 @@ pub(crate) struct LoggedConnection {
     pub(crate) is_closing: bool,
 }
 
-/// State of the last request and of the connection.
+/// Head of the request log: the last request, its reply, and the client's connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LoggedRequest {
-    /// Number of the request, which selects the slot of its reply.
+    /// Number of the request. The reply is in the slot with this number modulo [`SLOTS`].
     pub(crate) sequence: u64,
-    /// Size of the request in bytes; 0 if no request must be removed from the socket.
+    /// Size of the request in bytes, which are to be removed from the socket; 0 if no request must be removed.
     pub(crate) request_bytes: u32,
     /// Size of the reply in bytes; 0 if there is none.
     pub(crate) reply_bytes: u32,
@@ -232,7 +233,7 @@ impl LoggedRequest {
         reply_offset(self.sequence.wrapping_add(1))
     }
 
-    /// Returns the head for the next request.
+    /// Returns the head for the request after this one, without the request's sizes.
     pub(crate) fn next(&self, client: LoggedConnection) -> Self {
         Self {
             sequence: self.sequence.wrapping_add(1),
@@ -251,12 +252,12 @@ impl LoggedRequest {
     }
 }
 
-/// Returns the offset of a reply. Sequence numbers wrap at a multiple of [`SLOTS`].
+/// Returns the offset in the file of the reply to request `sequence`. The numbers of requests wrap at a multiple of [`SLOTS`].
 fn reply_offset(sequence: u64) -> u64 {
     REPLIES_OFFSET + sequence % SLOTS * SLOT
 }
 
-/// Slot and size of the device's state.
+/// Place of the device's state in the file: which of the two places, and the size in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct DeviceStateLocation {
     slot: u32,
@@ -286,7 +287,7 @@ struct RequestLogFile {
     committed: Mutex<RequestLogCommit>,
 }
 
-/// Last commit.
+/// Last commit to the file: its number, the head, and the place of the device's state.
 #[derive(Debug)]
 struct RequestLogCommit {
     generation: u64,
@@ -336,8 +337,8 @@ impl RequestLogContents {
         Self::read_changing(file, || {})
     }
 
-    /// Reads a request log that its server may be changing. Calls `amid` in each attempt, between the reads of the head and of
-    /// the device's state.
+    /// Reads a request log that its server may be changing. Tests pass `amid`, which is called in each attempt between the
+    /// reads of the head and of the device's state.
     fn read_changing(file: OwnedFd, mut amid: impl FnMut()) -> Result<Self, RequestLogError> {
         let file = open(file)?;
         let mut before = generation(&file)?;
@@ -346,7 +347,8 @@ impl RequestLogContents {
                 amid();
                 Self::read(&file, head, device)
             });
-            // The data just read can only be overwritten by the second commit from here.
+            // A commit leaves the present head and state in place, and only a second commit overwrites them. So the data is
+            // valid if the commit word has not changed.
             let after = generation(&file)?;
             if after == before {
                 return read;
@@ -457,8 +459,8 @@ impl RequestLog {
         self.shared.committed().head
     }
 
-    /// Makes `head` the valid head. If `device` is given, stores it as the device's state. A state whose write failed before is
-    /// written, too.
+    /// Commits `head` to the file. If `device` is given, stores it as the device's state; otherwise, stores the state of an
+    /// earlier commit that failed, if there is one.
     pub(crate) fn commit(
         &mut self,
         head: LoggedRequest,
@@ -468,7 +470,7 @@ impl RequestLog {
         self.shared.commit(&mut committed, head, device)
     }
 
-    /// Writes the reply to request `sequence`, whose head is not valid yet.
+    /// Writes the reply to request `sequence` into the reply's slot, before the commit of the request.
     pub(crate) fn write_reply(&self, sequence: u64, reply: &[u8]) -> Result<(), RequestLogError> {
         self.shared.write(reply, reply_offset(sequence))?;
         crash_point();
@@ -492,13 +494,14 @@ impl RequestLog {
         let position = (&self.shared.file).stream_position();
         let position = position.map_err(file_error("inspect"))?;
         let sent = position.wrapping_sub(head.start_offset());
-        // Larger values are in the next request's slot: others were rejected when the journal was opened.
+        // A larger value means that the position is at the next slot, so the request is finished. All other positions were
+        // rejected when the request log was opened.
         Ok(u32::try_from(sent)
             .ok()
             .filter(|&sent| sent <= head.reply_bytes))
     }
 
-    /// Records that `sent` bytes of the reply to the last request were sent.
+    /// Records in the file's position that `sent` bytes of the reply to the last request were sent.
     pub(crate) fn set_sent_bytes(&self, sent: u32) -> Result<(), RequestLogError> {
         self.seek(self.head().start_offset() + u64::from(sent))
     }
@@ -508,7 +511,7 @@ impl RequestLog {
         loop {
             match rustix::fs::sendfile(stream, &self.shared.file, None, count as usize) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                // Fits: at most `count`.
+                // The cast keeps the value, since at most `count` bytes were sent.
                 Ok(sent) => return Ok(sent as u32),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
@@ -516,7 +519,7 @@ impl RequestLog {
         }
     }
 
-    /// Finishes the last request, and removes its reply's pages from the file.
+    /// Finishes the last request: moves the file's position to the next slot, and removes the pages of the reply from the file.
     pub(crate) fn finish_request(&self) -> Result<(), RequestLogError> {
         let head = self.head();
         self.seek(head.end_offset())?;
@@ -575,13 +578,13 @@ impl RequestLogFile {
             }
             state = DeviceStateLocation {
                 slot: 1 - state.slot,
-                // Fits: at most 16 MiB.
+                // The cast keeps the value, since the size was checked above.
                 size: size as u32,
             };
             self.write(bytes, state.offset())?;
             crash_point();
         }
-        // 0 marks a journal without commits.
+        // The number 0 stands for a request log without a commit, so the numbers skip it.
         let generation = committed.generation.wrapping_add(1).max(1);
         let raw = RawLoggedRequest::new(generation, &head, state);
         self.write(raw.as_bytes(), head_offset(generation))?;
@@ -602,7 +605,7 @@ impl RequestLogFile {
 }
 
 impl AsFd for RequestLog {
-    /// Returns the file to keep.
+    /// Returns the file, of which the caller stores a duplicate for the successor.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.shared.file.as_fd()
     }
@@ -639,7 +642,7 @@ fn open(file: OwnedFd) -> Result<File, RequestLogError> {
     Ok(file)
 }
 
-/// Returns the commit word.
+/// Returns the number of the last commit, which is the commit word.
 fn generation(file: &File) -> Result<u64, RequestLogError> {
     let mut word = U64::new_zeroed();
     file.read_exact_at(word.as_mut_bytes(), COMMIT_WORD_OFFSET)
@@ -650,7 +653,7 @@ fn generation(file: &File) -> Result<u64, RequestLogError> {
     }
 }
 
-/// Reads the head that the commit word selects.
+/// Reads the valid head, which is the one that the commit word `generation` selects.
 fn read_head(
     file: &File,
     generation: u64,
@@ -699,7 +702,7 @@ impl RawLoggedRequest {
         }
     }
 
-    /// Checks and decodes a head from an untrusted file.
+    /// Checks and decodes a head. The file is not trusted, since a client may have taken over the process that wrote it.
     fn check(
         &self,
         commit_word: u64,
@@ -775,7 +778,7 @@ impl RawLoggedRequest {
 mod tests {
     use super::*;
 
-    /// Non-zero words of a file of layout 1, by offset. Half of a reply has been sent.
+    /// Contents of a request log of layout 1 after half of a reply was sent: its non-zero words, by offset.
     const STORED: &[(u64, u64)] = &[
         (0, u64::from_le_bytes(*b"vfiousrJ")),
         (8, 1),
@@ -790,10 +793,10 @@ mod tests {
         (0x0280_0000, u64::from_le_bytes(*b"answered")),
     ];
 
-    /// Length of the stored file in bytes.
+    /// Length in bytes of the file with [`STORED`].
     const STORED_LEN: u64 = 0x8220_0000;
 
-    /// File position of the stored file.
+    /// File position of the file with [`STORED`].
     const STORED_POSITION: u64 = 0x0280_0004;
 
     fn stored_head() -> LoggedRequest {
@@ -825,7 +828,7 @@ mod tests {
         let mut file = &journal.shared.file;
         assert_eq!(file.metadata().unwrap().len(), STORED_LEN);
         assert_eq!(file.stream_position().unwrap(), STORED_POSITION);
-        // Offsets of all heads, and of each later part that layout 1 uses.
+        // Offsets of the header, the two heads, the two places for the device's state, and the slot of this reply.
         let places = [0, 0x1000, 0x2000, 0x0020_0000, 0x0120_0000, 0x0280_0000];
         let words = places.into_iter().flat_map(|place: u64| {
             let mut bytes = [0; 0x1000];
@@ -896,7 +899,7 @@ mod tests {
         store.store(b"amid").unwrap();
         assert_eq!(stored(&journal), (head.sequence, b"amid".to_vec()));
         store.store(b"later").unwrap();
-        // The request ends without a change of the device's state.
+        // The next commit has no device state, because the request has not changed the state since.
         let next = journal.head().next(LoggedConnection::default());
         journal.commit(next, None).unwrap();
         journal.set_sent_bytes(0).unwrap();
@@ -917,7 +920,7 @@ mod tests {
     fn a_running_servers_log_is_readable_while_it_sends() {
         let mut journal = RequestLog::new().unwrap();
         commit(&mut journal, b"state");
-        // The server commits and sends a part of its reply after the reader has read the head.
+        // The server commits and sends a part of the next reply, so its position does not fit the head that was read before.
         journal.seek(journal.head().end_offset() + 20).unwrap();
         let refused = RequestLog::from_predecessor(share(&journal)).unwrap_err();
         assert!(
@@ -937,7 +940,7 @@ mod tests {
         commit(&mut journal, b"first");
         let shared = || share(&journal);
         let (first, second) = (shared(), shared());
-        // The second commit overwrites the state that is being read.
+        // The second of these commits overwrites the state that is being read.
         let mut states = [&b"second"[..], b"third"].into_iter();
         let record = RequestLogContents::read_changing(first, || {
             for state in states.by_ref() {

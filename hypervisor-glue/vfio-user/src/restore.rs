@@ -58,7 +58,7 @@ use crate::request_log::MAX_REQUEST;
 /// Value of `max_data_xfer_size` for a server with a request log, whose clients' requests must fit into the socket's buffer.
 const MAX_LOGGED_DATA_XFER: u32 = 32 * 1024;
 
-/// Outcome of one attempt to answer a request.
+/// Outcome of one attempt to receive and answer a request.
 enum RequestStepOutcome {
     /// The session answered a request.
     Answered,
@@ -103,12 +103,13 @@ impl VfioUserSession {
             sent_bytes: sent,
             unread_bytes: left,
         });
-        // If the connection ends after the reply, this session still has to end it.
+        // The rest of the request is unfinished if bytes are unsent or unread, or if the connection must be closed after the
+        // reply: closing is then left to this session.
         let pending = pending.filter(|rest| {
             connected.is_closing || rest.sent_bytes < reply || rest.unread_bytes > 0
         });
         if pending.is_none() {
-            // The predecessor may have ended after it sent the reply and before it freed the reply.
+            // The predecessor may have ended between sending the reply and freeing the reply's memory.
             journal.finish_request()?;
             reset_peek_offset(&stream)?;
         }
@@ -151,11 +152,11 @@ impl VfioUserSession {
         }
     }
 
-    /// Returns the socket events that a new session waits for.
+    /// Returns the socket events that a session waits for before it runs for the first time.
     pub(crate) fn initial_events(&self, journal: &RequestLog) -> EventSet {
         match self.unfinished {
             Some(pending) if pending.sent_bytes < journal.head().reply_bytes => EventSet::OUT,
-            // The part of the request that is left in the socket makes the socket readable.
+            // Bytes of the request that are left in the socket make it readable, so the session continues with them.
             _ => EventSet::IN,
         }
     }
@@ -211,8 +212,8 @@ impl VfioUserSession {
             }
             Ok(None) => {
                 let mut events = EventSet::IN;
-                // A partial message leaves the socket readable. Edge triggering reports the socket again only when further
-                // bytes arrive.
+                // A partial message stays in the socket, so a level-triggered event would be reported for ever. Edge triggering
+                // reports the socket again when further bytes arrive.
                 events.set(EventSet::EDGE_TRIGGERED, self.reader.is_partial());
                 return Ok(RequestStepOutcome::Waiting(events));
             }

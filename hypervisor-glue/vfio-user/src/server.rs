@@ -23,16 +23,16 @@ use crate::session::{SessionReadiness, VfioUserSession};
 use crate::socket::{self, PeerProcess};
 use crate::socket_watcher::SocketWatcher;
 
-/// Token of the listening socket's events.
+/// Token with which the watcher reports events of the listening socket.
 const LISTENER: u32 = 0;
-/// Token of the client's events.
+/// Token with which the watcher reports events of the client's socket.
 const CLIENT: u32 = 1;
 
 /// Maximum number of connections that one event accepts, so that the thread's other event sources get a turn.
 const ACCEPTS_PER_TURN: usize = 16;
 
-/// Maximum number of rounds in which the remaining requests of a disconnected client are answered. The requests that fit into a
-/// socket's buffer need fewer rounds.
+/// Maximum number of rounds in which the remaining requests of a client that has closed the connection are answered. The
+/// requests that fit into a socket's buffer need fewer rounds.
 const FINAL_TURNS_MAX: usize = 1024;
 
 /// Timeout for a client's `VERSION` command. Until this command, a connected client prevents all other clients from using the
@@ -76,7 +76,7 @@ pub struct VfioUserServer<D: VfioUserDevice> {
     waiting_client: Option<(UnixStream, Option<Duration>)>,
     /// Log that a successor process needs to continue; `None` for a server that ends with its process.
     request_log: Option<RequestLog>,
-    /// Set once a successor has the sockets. This server then handles no events.
+    /// Set once a successor has the sockets, so that this server handles no more events.
     is_released: bool,
 }
 
@@ -235,7 +235,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
                 let none = head.with_client(None);
                 journal.commit(none, self.device.save())?;
             }
-            // Frees the memory of a reply that the client has not read.
+            // Removes the last reply from the request log, even if the client has not read it.
             journal.finish_request()?;
             self.device.on_saved();
             return Ok(());
@@ -250,7 +250,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         let peer = PeerProcess::from_stream(&stream).ok();
         let session = match head.client {
             Some(connected) => VfioUserSession::resume_logged(stream, regions, connected, journal)?,
-            // The predecessor ended the connection, or the client has closed it.
+            // The request log has no client: the predecessor or the client has ended this connection.
             None if socket::has_hung_up(&stream).unwrap_or(true) => {
                 self.device.on_saved();
                 return Ok(());
@@ -418,7 +418,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     }
 
     fn admit_client(&mut self, stream: UnixStream, watcher: &mut impl SocketWatcher) {
-        // A restarted VMM connects before this thread has noticed the end of its predecessor.
+        // A restarted VMM may connect before this thread has handled the end of the previous VMM's connection.
         if self
             .client
             .as_ref()
@@ -473,7 +473,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
                     describe_error(&*error)
                 );
                 if self.request_log.is_some() {
-                    // The call makes the device drop its duplicate of the client's socket.
+                    // The device has got a duplicate of the client's socket for the successor, and drops it now.
                     self.device.on_disconnected();
                 }
             }
@@ -516,7 +516,8 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         let Some(client) = self.client.take() else {
             return;
         };
-        // The socket must still be open, so that the event manager does not see a reused descriptor number.
+        // Done while the socket is open: once it is closed, another file could have its descriptor number, and the event
+        // manager would stop watching that file.
         unwatch_session(&client.session, watcher);
         self.end_client(client);
         if let Some((stream, _)) = self.waiting_client.take() {
@@ -548,7 +549,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
             self.device.on_saved();
             match client {
                 Some(_) => Ok(()),
-                // Frees the memory of a reply that the client has not read.
+                // Removes the last reply from the request log, even if the client has not read it.
                 None => journal.finish_request(),
             }
         });

@@ -102,7 +102,7 @@ impl VfioUserSession {
         &mut self,
         device: &mut D,
     ) -> Result<Option<SessionReadiness>, StreamEnd> {
-        // Sends what is left of the previous reply. No message is read before that, so memory holds at most one reply.
+        // Sends the unsent bytes of the previous reply before it reads a message, so memory holds at most one reply.
         if !self.writer.flush(&self.stream).map_err(StreamEnd::Failed)? {
             return Ok(Some(SessionReadiness::Writing));
         }
@@ -169,7 +169,7 @@ impl VfioUserSession {
     fn send_error(&mut self, header: &VfioUserHeader, errno: u32) {
         if header.message_type() == VfioUserHeader::TYPE_COMMAND && !header.is_no_reply() {
             self.writer.replace_by_error(header, errno);
-            // The connection ends in any case.
+            // An error needs no handling, since the connection ends after this reply.
             let _ = self.writer.flush(&self.stream);
         }
     }
@@ -246,7 +246,8 @@ mod tests {
         ];
         let before = stream[..2].concat().len();
         let stream = stream.concat();
-        // The descriptor comes with any byte of the message: a byte of the header, of the payload, or the last byte.
+        // Each case sends the descriptor with another byte of the message: of the header, of the payload, or with the last
+        // byte.
         for with in before..before + 36 {
             let mut talk = SessionFixture::begin(RecordingDevice::new());
             let (tracer, fd) = DescriptorTracer::new();

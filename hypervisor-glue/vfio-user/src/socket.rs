@@ -20,7 +20,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use crate::device::ClientProcess;
 use crate::message::MAX_FDS_ACCEPTED;
 
-/// Result of a successful recvmsg(2).
+/// Result of a successful recvmsg(2), without the bytes and descriptors themselves.
 #[derive(Debug)]
 pub(crate) struct RecvmsgResult {
     /// Number of bytes; 0 at the end of the stream.
@@ -142,7 +142,7 @@ pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fd: Option<&OwnedFd>) -> i
 /// Returns the number of bytes from the start of the socket's queue that [`peek`] has passed.
 pub(crate) fn peek_offset(stream: &UnixStream) -> io::Result<u32> {
     let offset: libc::c_int = socket_option(stream, libc::SO_PEEK_OFF, 0)?;
-    // The kernel returns -1 if the offset was never set.
+    // The offset is -1 if it was never set, which counts as 0.
     Ok(offset.try_into().unwrap_or(0))
 }
 
@@ -228,7 +228,8 @@ impl PeerProcess {
             _ => {}
         }
         let credentials = credentials(stream)?;
-        // If the process identifier was reused, the client counts as alive.
+        // Older kernels have no such option, so the process is opened by its identifier. If that was reused, the client counts
+        // as alive.
         Self::from_pid(credentials.pid)
     }
 

@@ -16,7 +16,8 @@ const MINOR: u16 = 1;
 /// Largest `max_dma_maps` that clients accept.
 const MAX_DMA_MAPS: u32 = 65_535;
 
-/// Supported page sizes of DMA regions: 4 KiB, the smallest page of any host, and its multiples.
+/// Supported page sizes of DMA regions, one bit for each power of two: 4 KiB, the smallest page of any host, and all larger
+/// ones.
 const PAGE_SIZES: u64 = !0xfff;
 
 /// Version proposal of a client.

@@ -82,7 +82,7 @@ fn message_whose_fds_are_lost_is_refused_and_the_next_one_answered() {
         client.write_all(&RESET).unwrap();
         assert_eq!(session.run(&mut Nothing), SessionReadiness::Reading);
         assert_eq!(read_reply(&client), 0);
-        // A descriptor is free: the server has closed the one that it received.
+        // The server has closed the descriptor that it received, so this file gets the only free one.
         drop(File::open("/dev/null").unwrap());
     });
 }
@@ -205,7 +205,7 @@ impl Drop for Process {
     }
 }
 
-/// Returns a write of 8 bytes and a read of 8 bytes.
+/// Returns the messages for a write of 8 bytes and a read of 8 bytes.
 fn write_and_read(id: u16) -> Vec<u8> {
     let [low, high] = id.to_le_bytes();
     let write = [
@@ -235,7 +235,7 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
     let supervisor_path = directory.path().join("supervisor.sock");
     let supervisor = UnixListener::bind(&supervisor_path).unwrap();
 
-    // This process acts as the first server.
+    // This process acts as the first server, whose descriptors the server processes get.
     let device = Counter {
         writes: 0,
         saved: None,

@@ -132,7 +132,7 @@ impl VfioUserDevice for TestDevice {
     }
 }
 
-/// Stops the thread of the event loop.
+/// Eventfd subscriber that ends the thread of the event loop.
 struct Stop {
     event: EventFd,
     stopped: Arc<Mutex<bool>>,

@@ -26,7 +26,7 @@ use crate::{
     VfioUserDevice, VfioUserServer, socket,
 };
 
-/// Descriptors that outlive the server's process.
+/// Descriptors of a server that the test holds, as a supervisor does, so that they outlive the server's process.
 #[derive(Debug, Default)]
 struct SurvivingDescriptors {
     listener: Option<OwnedFd>,
@@ -41,7 +41,7 @@ fn copy(fd: &Option<OwnedFd>) -> OwnedFd {
     fd.as_ref().unwrap().try_clone().unwrap()
 }
 
-/// A device whose state is the list of all requests, with the reads.
+/// A device whose state is the text of all its requests, including reads.
 #[derive(Debug)]
 struct Ledger {
     entries: Vec<u8>,
@@ -642,7 +642,7 @@ fn client_that_does_not_read_finds_every_reply_right() {
     acts.push(Wait);
     let (heard, ..) = run_client(&acts, None, &[]);
     assert_eq!(heard[0].ids(), (0..=40).collect::<Vec<_>>());
-    // Each reply has data of its own.
+    // Each reply has other data, so a reply that is lost or repeated is noticed.
     let (killed, _, deaths) = run_client(&acts, None, &[150, 200, 7, 40]);
     assert_eq!(deaths, 4);
     assert!(killed == heard);
@@ -735,7 +735,7 @@ fn message_that_comes_in_part_does_not_keep_the_thread_busy() {
         unreachable!()
     };
     (&client).write_all(&version[..20]).unwrap();
-    // The call returns although the message is incomplete.
+    // This call must return although the message is incomplete.
     world.run();
     (&client).write_all(&version[20..]).unwrap();
     world.run();

@@ -15,7 +15,7 @@ use rustix::net::{
 use crate::datagram::{self, DESCRIPTORS_MAX, ReceivedDatagram};
 use crate::error::FdStoreError;
 
-/// Requested size of the queue in bytes; the kernel counts about 1 KiB for each message.
+/// Requested size of the queue in bytes, of which the kernel counts about 1 KiB for each message.
 const QUEUE_BYTES: usize = 1 << 20;
 
 /// Bytes of the queue that [`DescriptorQueue::put`] leaves free for [`DescriptorQueue::retain`], which copies one message
@@ -25,7 +25,7 @@ const RESERVED_BYTES: usize = 4 << 10;
 /// Maximum number of messages in a queue.
 const MESSAGES_MAX: usize = 1 << 16;
 
-/// Size of a message's data in bytes: the data is the message's number.
+/// Size of a message's data in bytes. The data is the message's number, under which its descriptors are stored.
 const NUMBER_BYTES: usize = 8;
 
 /// Socket option `SO_PEEK_OFF`: the offset in bytes at which the next peek begins.
@@ -287,7 +287,7 @@ mod tests {
         fstat(descriptor).unwrap().st_ino
     }
 
-    /// Numbers, with the identities of their descriptors.
+    /// Expected content of a queue: the identities of the descriptors of each message, by the message's number.
     type Model = BTreeMap<u64, Vec<u64>>;
 
     fn put_messages(bag: &DescriptorQueue, model: &mut Model, number: u64, count: usize) {
@@ -349,8 +349,8 @@ mod tests {
     enum DescriptorQueueStep {
         Put(u64, usize),
         Retain(BTreeSet<u64>),
-        /// Interrupts `retain` for these numbers before the given number of changes of the queue. Then another process
-        /// restores the queue.
+        /// Calls `retain` for these numbers, as in a process that dies after the given number of changes of the queue. Then
+        /// another process restores the queue.
         Die(BTreeSet<u64>, usize),
         Reopen(bool),
     }
@@ -427,7 +427,8 @@ mod tests {
             assert_eq!(read(&mut bag), model, "stopped before change {at}");
             assert_eq!(messages(&mut bag), 3);
             if !stopped {
-                // Ten changes: `retain` removes seven messages, and first copies the three that it retains.
+                // An uninterrupted `retain` makes ten changes: it copies the three messages that it retains, and removes all
+                // seven old ones.
                 assert_eq!(changes, 10);
                 break;
             }

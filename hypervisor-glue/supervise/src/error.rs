@@ -58,7 +58,7 @@ pub enum FdStoreError {
         /// Duration of the wait.
         milliseconds: u128,
     },
-    /// The inherited descriptors were taken before.
+    /// Code of this process has already taken the inherited descriptors, which it can do only once.
     #[error("The inherited descriptors were taken before: take them once, at the start")]
     TakenBefore,
     /// A descriptor counted by `LISTEN_FDS` is closed.
@@ -101,7 +101,7 @@ pub enum FdStoreError {
     /// A system call failed.
     #[error("Cannot {action}")]
     System {
-        /// The operation.
+        /// The operation that failed, for the message.
         action: &'static str,
         /// The kernel's error.
         source: io::Error,
@@ -126,7 +126,7 @@ pub enum SuperviseError {
     /// A system call failed.
     #[error("The supervisor cannot {action}")]
     System {
-        /// The operation.
+        /// The operation that failed, for the message.
         action: &'static str,
         /// The kernel's error.
         source: io::Error,
@@ -152,7 +152,7 @@ pub enum SuperviseError {
         "Only a supervisor may run the first stage of a command: standard input is not a supervisor's socket"
     )]
     NoSupervisor(#[source] io::Error),
-    /// The supervisor passed fewer descriptors than it stores.
+    /// The first stage received fewer descriptors than the supervisor stores.
     #[error("The supervisor could not pass all descriptors: raise RLIMIT_NOFILE")]
     Truncated,
     /// A descriptor number that is needed for a stored descriptor is already in use.

@@ -82,14 +82,15 @@ impl FdStoreClient {
         ]
     }
 
-    /// Returns whether the supervisor's process has ended. A running supervisor is only woken if its socket file is
-    /// missing: then the check must send a message.
+    /// Returns whether the supervisor's process has ended. A connection to the supervisor's socket shows this without waking
+    /// the supervisor. If the socket's file is missing, the check sends an empty message instead, which wakes a running
+    /// supervisor.
     #[must_use]
     pub fn has_supervisor_ended(&self) -> bool {
         match Self::connect(&self.address, self.max) {
             Err(FdStoreError::Connect { source, .. }) => match source.kind() {
                 io::ErrorKind::ConnectionRefused => true,
-                // The socket file may have been removed by a cleanup of temporary files.
+                // A cleanup of temporary files may have removed the socket's file of a supervisor that runs.
                 io::ErrorKind::NotFound => {
                     let sent = self.send_with("", &[], SendFlags::DONTWAIT);
                     sent.is_err_and(|error| error.is_supervisor_gone())
@@ -163,7 +164,7 @@ impl FdStoreClient {
             tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: timeout.subsec_nanos().into(),
         };
-        // The hang-up of the last writer is always reported.
+        // The supervisor closes its copy of the pipe's writing end. poll reports this hang-up even if no events are requested.
         let mut ends = [PollFd::new(&ours, PollFlags::empty())];
         let ended = retry_on_intr(|| poll(&mut ends, Some(&time)));
         match ended.map_err(|error| FdStoreError::system("wait for a barrier", error))? {

@@ -18,13 +18,13 @@ use crate::datagram::{self, DESCRIPTORS_MAX};
 use crate::error::SuperviseError;
 use crate::inherited_descriptors::LISTEN_FDS_START;
 
-/// Message that carries stored descriptors.
+/// Content of a message that carries stored descriptors: one byte.
 const STORED_MESSAGE: u8 = 1;
 
-/// Last message. It carries the command's standard input.
+/// Content of the last message, which carries the command's standard input: one byte.
 const STANDARD_INPUT_MESSAGE: u8 = 0;
 
-/// Process of a first stage that was started.
+/// First stage that was started, and whether it got its descriptors.
 #[derive(Debug)]
 pub(crate) struct StartedFirstStage {
     pub(crate) child: Child,
@@ -61,7 +61,7 @@ pub(crate) fn start(
     })
 }
 
-/// Sends to the first stage the descriptors that it waits for.
+/// Sends the stored descriptors and then the command's standard input to the first stage, which waits for these messages.
 fn send_descriptors(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix::io::Result<()> {
     for some in descriptors.chunks(DESCRIPTORS_MAX) {
         datagram::send(socket, &[STORED_MESSAGE], some, SendFlags::empty())?;
@@ -96,7 +96,7 @@ pub fn start_successor(
         send_result: passed,
     } = start(&mut first, names.join(":").into(), &descriptors)?;
     if let Err(error) = passed {
-        // The first stage ends by itself.
+        // The first stage lacks descriptors, and therefore ends by itself.
         let _ = child.wait();
         return Err(SuperviseError::system("pass descriptors on", error));
     }
@@ -105,7 +105,7 @@ pub fn start_successor(
 
 /// Receives the supervisor's descriptors, moves them to the numbers from 3, sets `LISTEN_PID`, and executes the command.
 ///
-/// If the program's arguments start with [`KeepOptions::first_stage`](crate::SuperviseOptions::first_stage), `main` must
+/// If the program's arguments start with [`SuperviseOptions::first_stage`](crate::SuperviseOptions::first_stage), `main` must
 /// call this first, with the arguments that follow. The function returns only after an error, and the process must then
 /// end.
 pub fn run_first_stage(command: impl IntoIterator<Item = OsString>) -> SuperviseError {
@@ -117,7 +117,7 @@ pub fn run_first_stage(command: impl IntoIterator<Item = OsString>) -> Supervise
         return error;
     }
     let mut command = Command::new(&program);
-    // Without `LISTEN_FDS`, nobody reads `LISTEN_PID`, so it is always set.
+    // `LISTEN_PID` is set even if there are no descriptors, because programs read it only together with `LISTEN_FDS`.
     command
         .args(words)
         .env("LISTEN_PID", process::id().to_string());
@@ -154,10 +154,11 @@ fn set_up_command() -> Result<(), SuperviseError> {
     unblocked.map_err(|error| SuperviseError::system("unblock signals", error))
 }
 
-/// Moves descriptors to 3 and above, and leaves them open for the command.
+/// Moves the stored descriptors to the numbers from 3, and clears their close-on-exec flags, so that the command inherits them.
 fn move_descriptors(descriptors: Vec<OwnedFd>) -> Result<(), SuperviseError> {
     let end = LISTEN_FDS_START + descriptors.len() as RawFd;
-    // First moves all misplaced descriptors out of the way.
+    // A descriptor at the wrong number may occupy the number of another one. So first moves all such descriptors to numbers
+    // above the range.
     let places = LISTEN_FDS_START..end;
     let mut aside = Vec::new();
     for (number, descriptor) in places.clone().zip(descriptors) {

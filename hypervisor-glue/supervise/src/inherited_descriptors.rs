@@ -15,7 +15,7 @@ use crate::error::FdStoreError;
 /// Number of the first descriptor that a supervisor passes (`SD_LISTEN_FDS_START`).
 pub(crate) const LISTEN_FDS_START: RawFd = 3;
 
-/// Environment variables of the supervisor's protocol.
+/// Environment variables of the supervisor's protocol, which [`clear_env`] removes.
 const VARIABLES: [&str; 9] = [
     "NOTIFY_SOCKET",
     "FDSTORE",

@@ -17,7 +17,7 @@ pub(crate) struct StoredDescriptors {
     descriptors: Vec<(String, OwnedFd)>,
 }
 
-/// Reason why a descriptor is not stored.
+/// Reason why the supervisor does not store a descriptor that it received.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum FdStoreRefusal {
     /// The store is full.

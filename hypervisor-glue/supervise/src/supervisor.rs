@@ -34,11 +34,11 @@ use crate::supervised_process::{SupervisedProcess, is_descendant};
 /// Maximum size of a message in bytes (systemd's `NOTIFY_BUFFER_MAX`).
 const MESSAGE_MAX: usize = 4096;
 
-/// Number of descriptors that the supervisor itself needs: the maximum of one message, and 64 for those that are always
-/// open.
+/// Number of descriptors that the supervisor needs besides the stored ones: the maximum of one message, and 64 for files and
+/// sockets that are always open.
 const OWN_DESCRIPTORS: usize = datagram::DESCRIPTORS_MAX + 64;
 
-/// Default name of descriptors, as in systemd.
+/// Name of descriptors that a message stores without a name, as in systemd.
 const DEFAULT_NAME: &str = "stored";
 
 /// Exit code of a command with wrong arguments. The command is not restarted, since it would fail in the same way.
@@ -47,7 +47,8 @@ const USAGE_EXIT_CODE: i32 = 2;
 /// Signals that the supervisor forwards.
 const FORWARDED_SIGNALS: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
-/// Signals that the supervisor ignores, since they have no meaning for it. The processes that it starts inherit this.
+/// Signals whose default action would end or stop the supervisor, and which it ignores. The processes that it starts inherit
+/// this.
 const IGNORED_SIGNALS: [Signal; 12] = [
     Signal::SIGALRM,
     Signal::SIGIO,
@@ -175,20 +176,20 @@ struct ServerSupervisor<'a> {
     signals: SignalFd,
     stored: StoredDescriptors,
     main: Option<SupervisedProcess>,
-    /// Id of the main process, if the latest check found that the process has ended.
+    /// Id of the main process if the latest check found that this process has ended.
     ended_main: Option<Pid>,
     /// Former main processes that have not ended.
     former_processes: Vec<SupervisedProcess>,
     deaths: RestartLimiter,
     /// Time at which the command is to be started; `None` while there is a main process.
     start_at: Option<Instant>,
-    /// Set once a process of the command was ready.
+    /// Set once a process of the command has reported `READY=1`.
     was_ready: bool,
     /// Set once the main process has announced its end (`STOPPING=1`).
     is_stopping: bool,
     /// Set once the supervisor was asked to end.
     should_end: bool,
-    /// Last status of a main process.
+    /// Exit status of the main process that ended last.
     status: ExitStatus,
 }
 
@@ -252,8 +253,8 @@ impl<'a> ServerSupervisor<'a> {
             self.former_processes.retain(|process| !process.has_ended());
             self.reap_children();
             if self.has_main_ended() {
-                // After the former main processes end, their orphans become the supervisor's children. The main process may
-                // be one of them.
+                // When a former main process ends, its children become children of the supervisor. The main process may be such
+                // a child.
                 for former in &self.former_processes {
                     former.signal(rustix::process::Signal::KILL);
                 }

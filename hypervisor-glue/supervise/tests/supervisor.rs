@@ -46,7 +46,7 @@ fn print_line(line: &dyn Display) {
         .unwrap();
 }
 
-// Role: supervisor.
+// Functions of the processes that act as a supervisor.
 
 struct Lines;
 
@@ -77,7 +77,7 @@ fn run_supervisor(words: Vec<OsString>) -> ExitCode {
     }
 }
 
-// Role: server.
+// Functions of the processes that act as a server.
 
 fn file(content: &str) -> OwnedFd {
     let file = File::from(memfd_create("content", MemfdFlags::CLOEXEC).unwrap());
@@ -173,7 +173,7 @@ fn serve(path: &OsStr) -> ExitCode {
     ExitCode::FAILURE
 }
 
-// Role: tests.
+// Functions of the test process.
 
 /// A test's handle of a server.
 struct Server {
@@ -365,8 +365,8 @@ fn a_command_gets_what_it_expects() {
         .iter()
         .sum::<u64>();
     assert_eq!(field("SigIgn:") & signals, 0);
-    // The six descriptors: standard streams, the connection to the supervisor, and the connection to the test with its
-    // copy.
+    // The server has six descriptors open: the standard streams, the connection to the supervisor, and the connection to the
+    // test with its copy.
     assert_eq!(server.ask("descriptors"), "[0, 1, 2, 3, 4, 5]");
     kept.supervisor
         .stdin
@@ -479,7 +479,7 @@ fn a_successor_that_has_ended_already_counts() {
     let pid = old.ask("successor");
     // The successor's parent does not reap it.
     kept.server().exit(5);
-    // Both orders are sent at once, because the supervisor may end the process after the first.
+    // Both orders are sent in one write, because the supervisor may end the process after the first.
     write!(old.stream.get_mut(), "send MAINPID={pid}|READY=1\nexit 0\n").unwrap();
     old.wait();
     kept.server().exit(0);

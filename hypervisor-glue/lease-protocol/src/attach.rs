@@ -16,8 +16,8 @@ use crate::socket::{self, ServerExitSigns, Stream};
 /// Timeout for each message that the server sends while it creates a lease.
 pub(crate) const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Timeout for a server's answer, and for the end of a lease. This is longer than the 30 seconds to which the server limits its
-/// longest operation.
+/// Timeout for each answer of a server that has granted a lease, and for the end of the lease in the server after the back end
+/// is dropped. It is longer than the 30 seconds to which the server limits its longest operation.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(45);
 
 /// Error of requesting a lease from a server.
@@ -39,7 +39,7 @@ pub enum LeaseAttachError {
         /// Cause.
         source: ChannelError,
     },
-    /// The server refused.
+    /// The server has the drive and refused the lease.
     #[error("The drive server on {} refused: {reason}", socket.display())]
     Refused {
         /// The socket.
@@ -47,7 +47,7 @@ pub enum LeaseAttachError {
         /// Reason that the server gave.
         reason: String,
     },
-    /// This process lacks memory, descriptors or threads.
+    /// This process lacks memory, descriptors or threads for using the lease.
     #[error("Cannot use the resources that the drive server on {} sent", socket.display())]
     SetUp {
         /// The socket.
@@ -64,7 +64,7 @@ pub(crate) struct GrantedLease {
     pub(crate) attached: AttachedLease,
     /// Doorbell file, in-flight tracking file, and eventfd that signals events.
     pub(crate) parts: [OwnedFd; ATTACH_DESCRIPTORS],
-    /// Descriptors that signal the end of the server's process.
+    /// Descriptors by which the VMM sees that the server's process has ended completely.
     pub(crate) signs: ServerExitSigns,
     pub(crate) socket: PathBuf,
 }
@@ -87,7 +87,7 @@ fn answer_error(socket: &Path, source: ChannelError) -> LeaseAttachError {
     }
 }
 
-/// Returns the error for a process that cannot use its connection to a server.
+/// Returns the error for a process that lacks resources for its connection to a server.
 fn set_up_error(socket: &Path, source: io::Error) -> LeaseAttachError {
     LeaseAttachError::SetUp {
         socket: socket.to_owned(),
@@ -96,7 +96,7 @@ fn set_up_error(socket: &Path, source: io::Error) -> LeaseAttachError {
 }
 
 /// Sends an [`AttachRequest`] to the server on `socket`. Returns the connection and the answer. `kept` are the lease's
-/// descriptors from the previous server. `patience` is the timeout for each message of the server.
+/// descriptors from the predecessor. `patience` is the timeout for each message of the server.
 fn send_attach_request(
     stream: Stream,
     socket: &Path,
@@ -129,8 +129,8 @@ fn send_attach_request(
     Ok((channel, answer))
 }
 
-/// Requests a lease from the server on `socket`; returns `None` if this server does not have the function's drive. `options` is
-/// the function's option string, with absolute paths. `kept` are the lease's descriptors from the previous server, and
+/// Requests a lease from the server on `socket`; returns `None` if this server does not have the function's drive. `options`
+/// is the function's option string, with absolute paths. `kept` are the lease's descriptors from the predecessor, and
 /// `patience` is the timeout for each message of the server.
 pub(crate) fn request_lease(
     stream: Stream,
@@ -150,7 +150,8 @@ pub(crate) fn request_lease(
         AttachOutcome::Attached(attached, descriptors) if attached.is_valid() => {
             (*attached, descriptors)
         }
-        // A lease was requested.
+        // The request was for a lease. So the server violates the protocol by `Served`, the answer to a mere query, and by an
+        // invalid lease.
         AttachOutcome::Served | AttachOutcome::Attached(..) => {
             return Err(answer_error(socket, ChannelError::InvalidLease));
         }

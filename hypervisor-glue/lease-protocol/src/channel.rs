@@ -20,11 +20,11 @@ use crate::socket::{self, DESCRIPTORS_MAX, Stream};
 /// limit.
 pub const MESSAGE_MAX: usize = 4 << 20;
 
-/// Limit in bytes for each queue pair of a lease with more than 64: enough for the state of a queue pair with a full completion
-/// queue.
+/// Share of each queue pair in the message limit of a lease with more than 64 queue pairs, in bytes: enough for the state of a
+/// queue pair with a full completion queue.
 const BYTES_PER_PAIR: usize = MESSAGE_MAX / 64;
 
-/// Timeout for receiving the rest of a message, and for sending one.
+/// Timeout for sending a message, and for receiving the rest of a message after its first part.
 const TRANSFER_TIMEOUT: Duration = Duration::from_secs(10);
 
 const HEADER_BYTES: usize = 8;
@@ -38,7 +38,7 @@ pub enum ChannelError {
     /// A message did not arrive in time.
     #[error("the other side did not answer in time")]
     Timeout,
-    /// A message is larger than the limit.
+    /// A message is larger than the limit for this connection.
     #[error("a message has {length} bytes, more than the {most} that are allowed")]
     TooLarge {
         /// Bytes of the message.
@@ -66,7 +66,7 @@ pub enum ChannelError {
     Io(#[from] io::Error),
 }
 
-/// Connection that carries messages.
+/// Connection between a VMM and a server, which carries the messages of one lease.
 #[derive(Debug)]
 pub(crate) struct LeaseChannel {
     stream: Stream,
@@ -75,7 +75,7 @@ pub(crate) struct LeaseChannel {
     end_notices: ReceivedEndNotices,
 }
 
-/// End notices of the server that have been received.
+/// End notices of the server that the VMM has received.
 #[derive(Debug, Default)]
 struct ReceivedEndNotices {
     removed: AtomicBool,
@@ -145,7 +145,7 @@ impl LeaseChannel {
         self.stream.set_read_timeout(patience)?;
         let mut deadline = None;
         self.receive(|| {
-            // Called after the first part has arrived, so the deadline starts with that part.
+            // The first call comes after the first part of the message, so the deadline starts with that part.
             let deadline: &mut Deadline = deadline
                 .get_or_insert_with(|| Deadline::after(&SystemClock::shared(), TRANSFER_TIMEOUT));
             match deadline.remaining() {

@@ -32,7 +32,8 @@ impl RemoteVector {
         let number = self.number;
         let request = BackendRequest::Vector { number, change };
         let mut state = self.link.state();
-        // Without a server, no interrupt is delivered. The link has already logged the loss.
+        // The request fails if there is no server, which then delivers no interrupts. The link has already logged the loss of
+        // the server.
         let answer = self
             .link
             .call_locked(&mut state, &request, eventfd.as_ref());

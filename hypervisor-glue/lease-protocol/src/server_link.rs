@@ -36,13 +36,14 @@ impl From<ServerLost> for io::Error {
     }
 }
 
-/// State of the connection.
+/// State of the connection between the VMM and its function's server.
 #[derive(Debug)]
 enum ServerConnectionState {
     Open(Arc<LeaseChannel>),
     /// The server is lost and reads no more requests. It closes the connection after it has ended the lease.
     Ending(Arc<LeaseChannel>),
-    /// The server did not answer in time, or violated the protocol. It may still carry out commands.
+    /// The server did not answer in time, or violated the protocol. Nothing is sent to it any more, but it may still carry out
+    /// commands.
     Failed(Arc<LeaseChannel>),
     /// The connection has ended, but the drive may still carry out commands of the function: for a killed server, the kernel
     /// closes the sockets before the drive.
@@ -63,7 +64,7 @@ pub(crate) enum DirtyLog {
 /// Settings of the function that each later server must get.
 #[derive(Debug, Default)]
 pub(crate) struct BackendSettings {
-    /// Connections of the vectors, by number.
+    /// Eventfd and mask of each interrupt vector, by the vector's number.
     pub(crate) vectors: Vec<VectorConnection>,
     pub(crate) rates: Option<RateLimits>,
     pub(crate) coalescing: Option<CoalescingConfig>,
@@ -71,12 +72,12 @@ pub(crate) struct BackendSettings {
     pub(crate) queues: PersistedQueues,
     /// Set while the guest's doorbell pages are mapped, so that doorbell writes do not exit to the VMM.
     pub(crate) untrapped: bool,
-    /// Set while the server must watch the doorbells of the admin queue.
+    /// Set while the server must watch the doorbells of the admin queue and report their writes as events.
     pub(crate) watches_admin: bool,
     pub(crate) paused: bool,
     pub(crate) dirty_log: Option<DirtyLog>,
-    /// Regions, by guest address and length, that were mapped while no server was connected. The previous server did not
-    /// have these regions mapped, and may have had other memory at these addresses.
+    /// Regions, by guest address and length, that were mapped while no server was connected. The predecessor did not have
+    /// these regions mapped, and may have had other memory at these addresses.
     pub(crate) new_regions: BTreeSet<(u64, u64)>,
 }
 
@@ -94,7 +95,7 @@ impl BackendSettings {
         self.new_regions.retain(|(start, _)| !range.contains(start));
     }
 
-    /// Returns whether the previous server had this region mapped, with the same memory.
+    /// Returns whether the predecessor had this region mapped, with the same memory.
     pub(crate) fn region_history(&self, region: &MemoryRegion) -> RegionHistory {
         match self.new_regions.contains(&(region.gpa.0, region.len)) {
             true => RegionHistory::New,
@@ -112,7 +113,8 @@ impl BackendSettings {
     }
 }
 
-/// Connection and recorded state, shared by the function's methods and the watch thread.
+/// Connection to the server, and the function's settings for the next server. The function's methods and the watch thread share
+/// this.
 #[derive(Debug)]
 pub(crate) struct LinkState {
     connection: ServerConnectionState,
@@ -123,7 +125,7 @@ pub(crate) struct LinkState {
     pub(crate) successors: u64,
     /// Number of leased blocks, as last reported by a server.
     pub(crate) blocks: u64,
-    /// Events that originate in this process.
+    /// Events for the function that come from this process and not from a server, such as the loss of the server.
     local_events: Vec<IoQueueEvent>,
     pub(crate) socket: PathBuf,
 }
@@ -161,7 +163,7 @@ impl LinkState {
         self.should_reconnect = false;
         let connection = std::mem::replace(&mut self.connection, ServerConnectionState::Ended);
         if let ServerConnectionState::Failed(channel) = connection {
-            // Makes the watch thread end.
+            // The watch thread sees the end of the stream, and ends.
             let _ = channel.stream().shutdown(Shutdown::Both);
             return None;
         }
@@ -181,15 +183,15 @@ impl LinkState {
 pub(crate) struct SuccessorServer {
     pub(crate) channel: Arc<LeaseChannel>,
     pub(crate) socket: PathBuf,
-    /// Number of leased blocks.
+    /// Number of leased blocks, as the server granted them.
     pub(crate) blocks: u64,
 }
 
-/// Connection to the present server.
+/// The function's connection to its present server, or its wait for the next one.
 #[derive(Debug)]
 pub(crate) struct ServerLink {
     state: Mutex<LinkState>,
-    /// Notified when all work of a lost server has ended.
+    /// Notified by [`Self::record_end`], when all work of the lost servers has ended.
     ended: Condvar,
     /// Eventfd that is readable if the back end has events, or if the connection to the server has changed.
     pub(crate) events: Arc<EventFd>,
@@ -266,7 +268,8 @@ impl ServerLink {
             });
         }
         channel.receive_answer().map_err(|error| match error {
-            // The watch thread notices the end, and whether commands are still in flight.
+            // The server has closed the connection. The watch thread sees this as well, and whether commands are still in
+            // flight.
             ChannelError::Closed => self.record_loss(state, &error, ServerConnectionState::Ending),
             _ => self.record_loss(state, &error, ServerConnectionState::Failed),
         })
@@ -302,7 +305,8 @@ impl ServerLink {
         )
     }
 
-    /// Records that the server is lost, because of `error`.
+    /// Records that the server is lost because of `error`, tells the function, and moves the connection to the state that
+    /// `then` returns. Does nothing if the loss was recorded before.
     fn record_loss(
         &self,
         state: &mut LinkState,
@@ -336,7 +340,7 @@ impl ServerLink {
         ServerLost
     }
 
-    /// Reports to the function that its drive is gone for good.
+    /// Reports to the function that its drive is lost permanently: no server will take the function over.
     pub(crate) fn report_failure(&self, state: &mut LinkState) {
         state.should_reconnect = false;
         // Commands that are in flight now will never be completed.
@@ -348,7 +352,7 @@ impl ServerLink {
 
     fn notify(&self, state: &mut LinkState, event: IoQueueEvent) {
         state.local_events.push(event);
-        // A full counter is readable as well.
+        // The write fails only if the counter is full, and then the eventfd is readable anyway.
         let _ = eventfd::signal(&self.events);
     }
 
@@ -375,8 +379,8 @@ impl ServerLink {
         self.ended.notify_all();
     }
 
-    /// Continues with another server, to which the recorded state was already sent. `back` tells whether this server has
-    /// also restored the queues.
+    /// Continues with another server, which has already received the settings. `back` is the event for the function, which
+    /// tells whether this server has also restored the queues.
     pub(crate) fn reconnect(
         &self,
         state: &mut LinkState,
@@ -401,8 +405,7 @@ impl ServerLink {
         state.socket = socket;
         self.notify(state, IoQueueEvent::HostSide(back));
         if std::mem::replace(&mut state.blocks, blocks) != blocks {
-            // The previous server may have resized the lease, and ended before it reported this. So the event is reported
-            // here.
+            // The predecessor may have resized the lease, and ended before it reported this. So the event is reported here.
             let changed = DriveEvent::NamespaceChanged(GUEST_NSID);
             self.notify(state, IoQueueEvent::Drive(changed));
         }

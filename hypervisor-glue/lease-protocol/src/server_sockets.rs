@@ -40,7 +40,7 @@ pub(crate) fn has_server(state_dir: &Path, options: &str, patience: Duration) ->
     list_sockets(state_dir).any(|path| {
         let ask = |stream| query_drive(stream, &path, options, patience);
         let answer = connect(&path).and_then(ask);
-        // The error is reported when the function requests its lease.
+        // The error is not reported here: it will be when the function requests its lease.
         answer.unwrap_or_else(|error| {
             log::debug!("{error}: this server is not asked for the drive");
             false
@@ -48,8 +48,9 @@ pub(crate) fn has_server(state_dir: &Path, options: &str, patience: Duration) ->
     })
 }
 
-/// Finds the server that has the drive of `options`, and gets a lease from this server. `kept` are the lease's descriptors from
-/// the previous server. `patience` is the timeout for each message of a server.
+/// Finds the server that has the drive of `options`, and gets a lease from this server; `None` if no server has the drive.
+/// `kept` are the lease's descriptors from the predecessor of this server. `patience` is the timeout for each message of a
+/// server.
 pub(crate) fn find_lease(
     state_dir: &Path,
     options: &str,
@@ -69,7 +70,8 @@ pub(crate) fn find_lease(
                     io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound
                 ) => {}
             Err(error @ (LeaseAttachError::Connect { .. } | LeaseAttachError::Answer { .. })) => {
-                // A function that has lost its server repeats the search, and reports the reason itself.
+                // A function that has lost its server repeats the search, and reports the reason itself. So this message is
+                // only for debugging then.
                 let level = match kept.is_empty() {
                     true => log::Level::Warn,
                     false => log::Level::Debug,

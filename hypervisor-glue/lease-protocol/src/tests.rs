@@ -1,4 +1,5 @@
-//! Texts of messages. A change that breaks these tests needs a new [version](crate::VERSION).
+//! Texts of messages, which VMMs and servers of different releases exchange. A change that breaks these tests needs a new
+//! [version](crate::VERSION).
 
 use std::time::Duration;
 

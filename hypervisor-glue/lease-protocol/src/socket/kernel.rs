@@ -88,7 +88,7 @@ pub(crate) fn wait_for_end(stream: &Stream) -> io::Result<()> {
     wait_for(stream, end, FOREVER).map(drop)
 }
 
-/// Timeouts of [`wait_for`], in milliseconds.
+/// Timeouts of [`wait_for`] in milliseconds: without a limit, and without waiting.
 const FOREVER: i32 = -1;
 const NO_WAIT: i32 = 0;
 

@@ -21,11 +21,12 @@ use nvme_mpt_memory::system::process_user;
 use super::{PeerIdentity, ReceivedBytes};
 use crate::message::SIGNS;
 
-/// Maximum number of bytes that were sent and not received. Many messages are longer than this, so that their senders block
-/// in the middle.
+/// Capacity of each direction of a connection: the maximum number of bytes that were sent and not received. Many messages are
+/// longer, so that their senders block in the middle.
 const ROOM: usize = 300;
 
-/// Last message of a server. A function that disconnects before its first request never reads this message.
+/// Bytes of the end notice, the last message of a server. A function that disconnects before its first request never reads this
+/// message, so it does not count as unread.
 const LAST_WORDS: &[u8] = b"\x07\0\0\0\0\0\0\0\"ended\"";
 
 /// Bytes of one send.
@@ -36,7 +37,7 @@ struct SentSegment {
     descriptors: Vec<OwnedFd>,
 }
 
-/// Side of a connection.
+/// One of the two sides of a connection.
 #[derive(Debug, Default)]
 struct ConnectionSide {
     other: u64,
@@ -190,7 +191,7 @@ fn part(most: usize) -> usize {
     }
 }
 
-/// Side of a connection.
+/// One of the two sides of a connection.
 #[derive(Debug)]
 pub struct Stream(u64);
 
@@ -238,7 +239,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // At the end of a thread, its thread-local sockets may be destroyed already.
+        // At the end of a thread, `SOCKETS` may be destroyed already. Then nothing is left to be closed.
         let Ok(true) = SOCKETS.try_with(|sockets| {
             let mut sockets = sockets.borrow_mut();
             let side = sockets.sides.get_mut(&self.0);
@@ -308,7 +309,7 @@ pub(crate) fn receive(
     let bytes = wait_for(time, || {
         with(|sockets| sockets.receive(stream.0, buffer, descriptors))
     });
-    // Senders that waited for space can continue.
+    // Space is free again, so senders that waited for it continue.
     fence_and_act();
     let bytes = bytes.ok_or(io::ErrorKind::WouldBlock)?;
     Ok(ReceivedBytes {

@@ -33,9 +33,9 @@ mod tests {
         for (address, apic) in [
             (0xFEE0_0000, Some(0)),
             (0xFEE0_3000, Some(3)),
-            // Redirection Hint, and physical mode.
+            // Message with the Redirection Hint bit, and with physical destination mode.
             (0xFEE0_3008, Some(3)),
-            // Flat logical mode, with one processor or several.
+            // Messages in flat logical mode, to one processor and to several.
             (0xFEE0_400C, Some(2)),
             (0xFEE0_3004, None),
             (0xFEEF_F000, None),

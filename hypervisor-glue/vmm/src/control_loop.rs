@@ -12,7 +12,7 @@ use std::time::Duration;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Maximum number of ready event sources handled in one turn of the loop. Further ready sources are handled in the next turn.
+/// Maximum number of ready event sources that one turn of the loop handles. The next turn handles further ones.
 const READY_MAX: usize = 8;
 
 /// Epoll token of the eventfd that wakes the loop.
@@ -23,7 +23,8 @@ pub trait ControlLoopHandler {
     /// Returns the time after which the loop makes a turn even without an event; `None` if only events cause a turn.
     fn next_timeout(&mut self) -> Option<Duration>;
 
-    /// Does the pending work. `ready` contains the tokens of the event sources that are ready.
+    /// Does the pending work. `ready` contains the tokens with which the ready event sources were added to
+    /// [`ControlLoop::epoll`].
     ///
     /// The loop consumes wake-ups before it calls this, so an event that arrives during the turn causes another turn.
     fn turn(&mut self, ready: &[u64]);

@@ -28,7 +28,7 @@ use crate::vmm::{IntxPin, Vmm, VmmError, VmmVectors};
 const IOAPIC_PINS: u32 = 24;
 /// Number of pins of one PIC, of which there are two.
 const PIC_PINS: u32 = 8;
-/// Number of GSIs that KVM can route (Linux, `KVM_MAX_IRQ_ROUTES`).
+/// Maximum number of GSIs, KVM's interrupt numbers, that KVM can route (Linux, `KVM_MAX_IRQ_ROUTES`).
 const MAX_GSIS: u32 = 4096;
 
 /// KVM virtual machine with in-kernel interrupt controllers. Only this type may allocate the machine's memory slots, and its
@@ -38,7 +38,7 @@ pub struct KvmVmm {
     /// Memory slots by guest address. Each entry holds the mapping, which must stay valid while the slot exists.
     slots: Mutex<BTreeMap<u64, KvmMemorySlot>>,
     routes: Arc<Mutex<RouteTable>>,
-    /// Threads of the vCPUs, by local APIC identifier.
+    /// Thread identifiers of the vCPUs, by local APIC identifier.
     vcpus: Mutex<BTreeMap<u32, ThreadId>>,
     /// Pin of the I/O APIC that carries the INTx of all functions; `None` without INTx.
     intx: Option<u32>,
@@ -331,7 +331,7 @@ struct RouteTable(
     BTreeMap<u32, Option<GsiRoute>>,
 );
 
-/// Destination of a GSI.
+/// Destination of a GSI, an interrupt number of KVM.
 #[derive(Clone, Copy)]
 enum GsiRoute {
     /// Pin of the I/O APIC; for the first sixteen pins, a pin of a PIC as well.
@@ -443,7 +443,7 @@ mod tests {
     fn the_pins_stay_routed_beside_messages() {
         let mut table = RouteTable::with_pin_routes();
         let pins = described(&table);
-        // 24 routes to the I/O APIC, and 16 to the PICs.
+        // KVM's routing table has 24 routes to the I/O APIC and 16 to the two PICs.
         assert_eq!(pins.len(), 40);
         assert!(pins.contains(&(4, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQCHIP_PIC_MASTER, 4)));
         assert!(pins.contains(&(12, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQCHIP_PIC_SLAVE, 4)));

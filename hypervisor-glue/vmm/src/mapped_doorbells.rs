@@ -27,8 +27,8 @@ use vmm_device::{Bar, NvmeFunction};
 use crate::report;
 use crate::vmm::{Vmm, VmmError};
 
-/// Doorbell registers that are mapped into the guest while there is I/O. Writes to unmapped registers exit to the VMM, and so
-/// do register writes of a guest with a Doorbell Buffer.
+/// Doorbell registers that are mapped into the guest while there is I/O, so that its writes do not exit. Writes to unmapped
+/// registers exit to the VMM, and so do register writes of a guest with a Doorbell Buffer.
 #[derive(Debug)]
 pub(super) struct MappedDoorbells {
     /// Offset of the doorbells in BAR0.
@@ -36,9 +36,9 @@ pub(super) struct MappedDoorbells {
     memory: Arc<Mapping>,
     /// Guest address of the doorbells while they are mapped.
     mapped_at: Option<Gpa>,
-    /// Set if the doorbells should be mapped, whatever BAR0's address is.
+    /// Decision of the policy: set if the doorbells should be mapped, at whatever address BAR0 has.
     should_be_mapped: bool,
-    /// Set after the VMM failed to map the doorbells, which is then not tried again.
+    /// Set once the VMM has failed to map the doorbells. They then stay unmapped.
     is_refused: bool,
     /// Set if pollers may sleep. Pollers that never sleep need no wake-up, so the doorbells stay mapped.
     can_park: bool,
@@ -92,7 +92,8 @@ impl MappedDoorbells {
         !self.is_refused && self.policy.on_exit(Ticks::now())
     }
 
-    /// Decides whether the doorbells should be mapped.
+    /// Decides whether the doorbells should be mapped, from the doorbell writes that exited and the I/O since the last
+    /// decision.
     pub(super) fn decide(&mut self, function: &NvmeFunction) {
         let done = function.backend().completed_commands();
         self.should_be_mapped = !self.can_park || self.policy.should_be_mapped(Ticks::now(), done);
@@ -104,9 +105,9 @@ impl MappedDoorbells {
         unchanged.filter(|_| self.can_park)
     }
 
-    /// Maps or unmaps the doorbells as decided, at BAR0's present address.
+    /// Maps or unmaps the doorbells as [`Self::decide`] has decided, at BAR0's present address.
     pub(super) fn apply_decision(&mut self, function: &mut NvmeFunction, vmm: &dyn Vmm) {
-        // The mapping is useless without I/O queues, for example after a reset.
+        // Without I/O queues, for example after a reset, no doorbell needs the mapping.
         self.should_be_mapped =
             self.should_be_mapped && function.backend().io_doorbells().uses_registers();
         let bar = function.bar_address(Bar::Registers);
@@ -158,7 +159,7 @@ impl MappedDoorbells {
         Ok(())
     }
 
-    /// Adds the time since `began` to the statistics, and returns it in ticks.
+    /// Adds the time since `began`, which a change of the mapping took, to the statistics. Returns it in ticks.
     fn record_time(&mut self, began: Ticks) -> u64 {
         let took = Ticks::now().since(began);
         self.stats.total_time += self.rate.duration(took);
@@ -166,12 +167,13 @@ impl MappedDoorbells {
     }
 }
 
-/// Doorbells by guest address whose writes signal an eventfd (ioeventfd), which wakes a poller.
+/// Doorbells with an ioeventfd: KVM turns a guest's write into a signal of the eventfd, which wakes a poller without an exit to
+/// the VMM.
 #[derive(Debug, Default)]
 pub(super) struct IoeventfdDoorbells {
     registered: BTreeMap<Gpa, DoorbellWaker>,
-    /// Number of registered ioeventfds when the VMM refused a further one; `None` again once no ioeventfd is needed. KVM limits
-    /// the number of ioeventfds for all devices of a VM.
+    /// Maximum number of ioeventfds, known once the VMM has refused a further one. KVM limits their number for all devices of a
+    /// VM together. `None` again once this function needs no ioeventfd.
     limit: Option<usize>,
 }
 
@@ -204,9 +206,9 @@ impl IoeventfdDoorbells {
             }
             match vmm.register_ioeventfd(address, waker.eventfd()) {
                 Ok(()) => {
-                    // A write just before may have signalled only the queue's previous poller, so wake the present poller to
-                    // check the queue. The write to its eventfd fails only if the counter is full, and then the poller is woken
-                    // anyway.
+                    // The guest's last write may have woken the poller that had the queue before. So the present poller is
+                    // woken to check the queue. The write to its eventfd fails only if the counter is full, and then the poller
+                    // is woken anyway.
                     let _ = waker.eventfd().write(1);
                     self.registered.insert(address, waker);
                 }

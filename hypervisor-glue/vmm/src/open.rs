@@ -36,7 +36,8 @@ pub enum OpenError {
     /// The drive cannot be opened.
     #[error(transparent)]
     Drive(#[from] OpenDriveError),
-    /// The unit is not a multiple of the drive's lease granularity.
+    /// Option `unit=`, of which the extents of a lease by size (`size=`) are multiples, is no multiple of the drive's lease
+    /// granularity.
     #[error(
         "Option \"unit={unit}\" is not a multiple of {multiple}, as leases of {drive} must be: use {multiple} or a \
          multiple of it"
@@ -44,12 +45,12 @@ pub enum OpenError {
     Unit {
         /// The drive.
         drive: String,
-        /// Requested unit.
+        /// Requested value of `unit=`.
         unit: ByteSize,
         /// The drive's lease granularity.
         multiple: ByteSize,
     },
-    /// The drive cannot be leased by size, since its lease granularity is no power of two.
+    /// The drive cannot be leased by size (`size=`), since its lease granularity, such as a zone, is no power of two.
     #[error(
         "Leases by size have units of a power of two, and {drive} has zones of {zone}: use range= in place of size="
     )]
@@ -117,10 +118,10 @@ pub enum OpenError {
 pub struct LeaseLedgers {
     /// Ledger of all processes that use the same state directory.
     shared: Ledger,
-    /// Ledger of drives that only this process has, such as `memory:` drives.
+    /// Ledger of private drives: those that only this process has, such as `memory:` drives.
     private: Ledger,
     state_dir: PathBuf,
-    /// Claim of lease requests: the user on whose behalf they are made, and the leases that this user may have.
+    /// The user on whose behalf leases are requested, and the leases that this user may have.
     claim: LeaseClaim,
     /// Thread that writes this process as lease holder into the shared ledger; `None` if each thread that requests a lease
     /// writes the holder itself.
@@ -309,9 +310,10 @@ impl LeaseLedgers {
             lba_shift: namespace.lba_shift,
             blocks: namespace.blocks,
             previous_data: match (&options.path, options.data) {
-                // The drive stores no data, so nothing needs to be erased.
+                // A null drive stores no data, so nothing is wiped or erased.
                 (DrivePath::Null(_), _) => PreviousDataPolicy::Kept,
-                // Private memory starts zeroed, and erasing blocks would not erase a drive's keys. So wipe instead of erase.
+                // `erase` becomes `wipe` here: the memory of a private drive starts zeroed, and erasing blocks would not erase
+                // the keys of a key-value drive.
                 (_, PreviousDataPolicy::Erased) if drive.is_private() || options.is_key_value() => {
                     PreviousDataPolicy::Wiped
                 }
@@ -338,16 +340,21 @@ impl LeaseLedgers {
     }
 }
 
-/// Default allocation unit of leases by size, in bytes, for drives without a lease granularity.
+/// Default of `unit=` in bytes, for drives without a lease granularity. The extents of a lease by size (`size=`) are multiples
+/// of the unit.
 const DEFAULT_UNIT: u64 = 1 << 30;
 
-/// Returns the default allocation unit of leases by size on a drive, in bytes.
+/// Returns the default of `unit=` for a drive in bytes: the unit of the extents of leases by size (`size=`).
 fn default_unit(drive: &Drive) -> u64 {
     let multiple = drive.controller().lease_unit_bytes();
     multiple.map_or(DEFAULT_UNIT, |multiple| multiple.max(MIN_UNIT))
 }
 
-/// Returns the bytes to request from the ledger for a lease by size. Refuses a unit that the drive does not allow.
+/// Returns the request to the ledger for a lease by size (`size=`).
+///
+/// # Errors
+///
+/// The drive does not allow the `unit=`, or no lease by size.
 fn requested_bytes(asked: LeaseSize, drive: &Drive) -> Result<RequestedBytes, OpenError> {
     let LeaseSize { size, unit } = asked;
     let multiple = drive.controller().lease_unit_bytes();
@@ -370,7 +377,7 @@ fn requested_bytes(asked: LeaseSize, drive: &Drive) -> Result<RequestedBytes, Op
     }
 }
 
-/// Returns the id of a function's lease, and the bytes that the lease requests.
+/// Returns the id of a function's lease, and the range or the size to request from the ledger.
 fn lease_request(
     options: &FunctionOptions,
     drive: &Drive,
@@ -489,7 +496,7 @@ pub fn attach_with(
     stop: &AtomicBool,
 ) -> Result<LocalBackend, OpenError> {
     let (id, wanted) = lease_request(options, drive, ledgers)?;
-    // The reservation comes first: if it is refused, the ledger and previous data must be unchanged.
+    // The reservation of queue pairs comes first: if the drive refuses it, the ledger and previous owners' data are unchanged.
     let reservation = match options.reserve {
         0 => None,
         pairs => Some(drive.reserve_pairs(&id, pairs, options.rates.weight.unwrap_or_default())?),

@@ -18,7 +18,8 @@ use nvme_mpt_memory::userfaultfd::open_own_mappings;
 use crate::drives::DrivePath;
 use crate::options::{FunctionConfig, OptionError, ParsedFunctionOptions};
 
-/// Absolute paths of the drives that this process leaves to servers.
+/// Absolute paths of the drives that this process leaves to servers: it never opens them itself, because its sandbox was set up
+/// while a server had them.
 static LEFT_TO_SERVERS: Mutex<Vec<DrivePath>> = Mutex::new(Vec::new());
 
 fn left_to_servers() -> MutexGuard<'static, Vec<DrivePath>> {
@@ -38,7 +39,7 @@ fn left_to_servers() -> MutexGuard<'static, Vec<DrivePath>> {
 /// Any [`OptionError`] that the options' values can cause.
 pub fn required_files(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, OptionError> {
     let asked = config.options_with_text()?;
-    // With this access, a function that gets memory as a file detects pages that the VMM has not restored yet.
+    // Functions need this file to detect pages of guest memory that the VMM has not restored yet.
     if let Err(error) = open_own_mappings() {
         log::warn!("Functions cannot use guest memory that the VMM passes as a file: {error}");
     }
@@ -64,7 +65,7 @@ pub fn is_left_to_servers(config: &FunctionConfig) -> bool {
         .is_ok_and(|asked| is_left(&asked))
 }
 
-/// Returns whether this process leaves the drive of a function to servers.
+/// Returns whether this process leaves the drive of a function to servers (see [`is_left_to_servers`]).
 pub(crate) fn is_left(asked: &ParsedFunctionOptions) -> bool {
     left_to_servers().contains(&drive_path(asked))
 }

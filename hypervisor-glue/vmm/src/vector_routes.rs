@@ -22,7 +22,7 @@ const DWORD: u64 = 4;
 pub(super) struct VectorRoutes {
     vmm: Arc<dyn Vmm>,
     vectors: Box<dyn VmmVectors>,
-    /// Message (address and data) in the hypervisor's present route of each vector; `None` for a vector without a route.
+    /// Message (address and data) of the route that the hypervisor has for each vector; `None` for a vector without a route.
     routed_messages: Vec<Option<(u64, u32)>>,
     pin: Option<Box<dyn IntxPin>>,
     /// Set while the first vector is connected to the INTx pin.
@@ -33,7 +33,8 @@ pub(super) struct VectorRoutes {
 const PIN_VECTOR: u16 = 0;
 
 impl VectorRoutes {
-    /// Connects the vectors of `function`.
+    /// Connects the vectors of `function` to the eventfds of the VMM, and the first vector to the INTx pin if the guest uses
+    /// it.
     pub(super) fn connect(
         vmm: Arc<dyn Vmm>,
         vectors: Box<dyn VmmVectors>,

@@ -15,7 +15,7 @@ use thiserror::Error;
 use vmm_device::MsixMessage;
 use vmm_sys_util::eventfd::EventFd;
 
-/// Error of the hypervisor or of the VMM.
+/// Error of a service that the hypervisor or the VMM provides.
 #[derive(Debug, Error)]
 #[error("Cannot {action}")]
 pub struct VmmError {

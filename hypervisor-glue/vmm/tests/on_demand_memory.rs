@@ -384,7 +384,7 @@ impl Machine {
         self.io(2, 8, page, 1);
         assert_eq!(self.ram.read(page), [7; 512], "what was read");
         assert_eq!(self.ram.read(page + 512), restored, "behind it");
-        // The guest touches this page first.
+        // No command has used this page, so the guest's own read restores it.
         assert_eq!(self.ram.read(SNAPSHOT + 8 * PAGE), restored);
     }
 }

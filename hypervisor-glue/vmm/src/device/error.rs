@@ -15,7 +15,7 @@ pub enum DeviceError {
     /// The VMM failed to provide a service of [`Vmm`](crate::Vmm).
     #[error(transparent)]
     Vmm(#[from] VmmError),
-    /// The kernel refused a resource, such as a file descriptor.
+    /// The kernel refused a resource for connecting the function to the VMM, such as a file descriptor.
     #[error("Cannot create the eventfds of {id}; raise the limit on open files")]
     Wiring {
         /// Id of the function.
@@ -31,7 +31,7 @@ pub enum DeviceError {
         /// Kernel's error.
         source: io::Error,
     },
-    /// Guest memory cannot be mapped or unmapped for the function.
+    /// Guest memory cannot be mapped for the function, or unmapped.
     #[error("Cannot track the guest's memory")]
     Memory(#[from] DmaError),
     /// In-flight commands did not complete in time, so the function was not paused and continues to run.

@@ -14,7 +14,7 @@ use crate::open::OpenError;
 /// Interval between two attempts to take a drive back.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// State of a function after its drive was handed over, for taking the function back.
+/// State of a function whose drive was handed over to another process, with which this process can take the function back.
 pub(super) struct HandedOverFunction {
     pub(super) saved: FunctionState,
     pub(super) memory: DetachedGuestMemory,
@@ -23,7 +23,7 @@ pub(super) struct HandedOverFunction {
 }
 
 impl HandedOverFunction {
-    /// Returns the logged pages, and clears the list.
+    /// Returns the pages that were logged since the last call, and clears the list.
     pub(super) fn take_dirty_pages(&mut self) -> Option<Vec<DirtyRange>> {
         self.dirty.as_mut().map(mem::take)
     }
@@ -33,7 +33,7 @@ impl HandedOverFunction {
     }
 }
 
-/// Constructor of a function, for taking its drive back.
+/// Constructor of a function, which takes the function's drive back after a hand-over that failed.
 pub struct FunctionFactory {
     make: Box<dyn Fn() -> Result<NvmeFunction, OpenError> + Send + Sync>,
     /// Time during which a failed creation is repeated, because the process that has the drive may be about to release it.

@@ -50,7 +50,7 @@ impl FunctionDevice {
         let handed_over = HandedOverFunction {
             saved,
             memory: state.function.memory().detach(),
-            // `None` if the function's writes were not logged.
+            // The call fails if the function's writes were not logged.
             dirty: state.function.backend().take_dirty_pages().ok(),
         };
         // The function is paused, so no command in flight uses the memory.
@@ -87,7 +87,8 @@ impl FunctionDevice {
 impl WiredFunction {
     fn restore_handed_over(&mut self, handed_over: &HandedOverFunction) -> Result<(), DeviceError> {
         self.function.backend().map_detached(&handed_over.memory)?;
-        // The result is not needed, since the VMM still forwards accesses at the BARs' addresses.
+        // The result, the BARs that moved, is not needed: the VMM still forwards accesses at the addresses that the restored
+        // BARs have.
         drop(self.function.restore(&handed_over.saved)?);
         self.routes.update_all(&self.function);
         Ok(())

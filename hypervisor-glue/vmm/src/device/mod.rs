@@ -41,7 +41,7 @@ use function_factory::HandedOverFunction;
 /// lock that a method of its [`Vmm`] takes.
 pub struct FunctionDevice {
     shared: Arc<SharedFunctionDevice>,
-    /// BAR sizes, in the order of [`Bar::ALL`].
+    /// Sizes of the BARs in bytes, in the order of [`Bar::ALL`].
     bar_sizes: [u64; Bar::ALL.len()],
     factory: Option<FunctionFactory>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -50,12 +50,12 @@ pub struct FunctionDevice {
 struct SharedFunctionDevice {
     id: String,
     vmm: Arc<dyn Vmm>,
-    /// Loop of the control thread. It watches the function's events while the function is in the slot.
+    /// Event loop of the control thread, which watches the function's events while the function is in the slot.
     control: ControlLoop,
     slot: Mutex<DeviceSlot>,
 }
 
-/// Contents of a VMM's slot.
+/// Contents of the slot in which a VMM has the function.
 enum DeviceSlot {
     /// The function is present.
     Function(Box<WiredFunction>),
@@ -65,7 +65,7 @@ enum DeviceSlot {
     Empty,
 }
 
-/// Function with its connections to the VMM.
+/// Function with its connections to the VMM: interrupts, mapped doorbells, ioeventfds.
 struct WiredFunction {
     function: NvmeFunction,
     /// Eventfd by which the function reports events to the control thread.
@@ -203,7 +203,7 @@ impl FunctionDevice {
             Bar::Registers => function.write_bar(bar, offset, data),
         }
         if bar == Bar::Registers && offset >= DOORBELLS {
-            // A doorbell write affects the VMM's mappings only through the decision whether to map the doorbells.
+            // A doorbell write can only change whether the doorbells are to be mapped, so nothing else of the VMM is updated.
             if let Some(mapped) = mapped
                 && is_io_doorbell(function, offset)
                 && mapped.record_exit()
@@ -311,7 +311,8 @@ impl FunctionDevice {
             let ended = state.function.end();
             self.shared.disconnect(&mut state);
             result = match ended {
-                // The function has already waited for its in-flight commands. Memory that they use stays mapped.
+                // In-flight commands did not end, although the function has waited for them. The memory that they use stays
+                // mapped.
                 Err(busy @ EndError::Busy(_)) => Err(busy.into()),
                 ended => {
                     let unmapped = state.function.backend().unmap_all();
@@ -360,7 +361,7 @@ impl DeviceMmio for FunctionDevice {
             .flatten()
         {
             Some((bar, offset)) => self.read_bar(bar, offset, data),
-            // The BAR has just moved to another address, or the slot is empty.
+            // No BAR has this address: the BAR has just moved, or the slot is empty.
             None => fill_with_ones(data),
         }
     }
@@ -373,12 +374,12 @@ impl DeviceMmio for FunctionDevice {
     }
 }
 
-/// Fills `data` with ones, the value that a read returns from an empty slot.
+/// Fills `data` with ones, as a read from an empty slot returns.
 fn fill_with_ones(data: &mut [u8]) {
     data.fill(0xFF);
 }
 
-/// Epoll token of the function's events.
+/// Epoll token of the eventfd by which the function reports events.
 const EVENTS_TOKEN: u64 = 0;
 /// Epoll token of the eventfd that reports that the level of the INTx pin has fallen.
 const PIN_RESAMPLE_TOKEN: u64 = 1;
@@ -407,7 +408,7 @@ impl SharedFunctionDevice {
         if pin.is_some() {
             function = function.with_pin();
         }
-        // A function whose back end is in another process has no INTx pin.
+        // The VMM's INTx pin is not used by a function whose back end is in another process.
         let pin = pin.filter(|_| function.has_pin());
         let pin_fallen = pin.as_ref().map(|pin| pin.resample_eventfd()).transpose();
         let pin_fallen = pin_fallen.map_err(wiring)?;
@@ -460,7 +461,8 @@ impl SharedFunctionDevice {
     }
 }
 
-/// Turn of a function's control thread: admin commands, events for the guest, and the decision whether to map doorbells.
+/// Work of the control thread for its function: admin commands, events for the guest, and the decision whether to map
+/// doorbells.
 impl ControlLoopHandler for &SharedFunctionDevice {
     fn next_timeout(&mut self) -> Option<Duration> {
         self.slot()
@@ -473,7 +475,7 @@ impl ControlLoopHandler for &SharedFunctionDevice {
             if ready.contains(&PIN_RESAMPLE_TOKEN)
                 && let Some(fallen) = &state.pin_resample
                 && fallen.read().is_ok()
-                // KVM reports the fallen level to all functions on the line, including functions that use MSI or MSI-X.
+                // KVM reports the fallen level to all functions on the line. Those that use MSI or MSI-X ignore it.
                 && state.routes.is_pin_connected()
             {
                 state.function.on_end_of_interrupt();
@@ -496,7 +498,7 @@ impl WiredFunction {
         [decision, events].into_iter().flatten().min()
     }
 
-    /// Decides whether doorbells are to be mapped.
+    /// Asks the adaptive policy whether the doorbells are to be mapped into the guest.
     fn decide_mapping(&mut self) {
         if let Some(mapped) = &mut self.mapped_doorbells {
             mapped.decide(&self.function);

@@ -37,7 +37,7 @@ impl FunctionDevice {
             }
             DeviceSlot::HandedOver(_) => {
                 let taken_back = self.take_back(&mut slot);
-                // The control thread has to ask again when the function's next periodic work is due.
+                // The function's next periodic work may now be due earlier, so the control thread computes its timeout again.
                 self.shared.control.wake();
                 taken_back
             }
@@ -112,8 +112,8 @@ impl FunctionDevice {
             function, routes, ..
         } = &mut **state;
         let restored = function.restore(saved);
-        // Routes are set before the resume, since vectors are raised only after it. They are also set after a refusal, which
-        // may have reset the function.
+        // The routes are complete before the function is resumed and raises vectors. They are set after a refused restore as
+        // well, which may have reset the function.
         routes.update_all(function);
         let moves = restored?;
         state.update_vmm(&*self.shared.vmm);

@@ -255,8 +255,8 @@ impl Default for DriveOptions {
 }
 
 impl DriveOptions {
-    /// Returns the key of an option whose value differs from that of the drive that is open at `path`; `None` if all options
-    /// agree. If these options set no profile, label, faults or policies, they agree with every value.
+    /// Returns the key of an option whose value differs from that with which the drive at `path` is open; `None` if all options
+    /// agree. A profile, label, faults or policies that these options do not set agree with every value.
     #[must_use]
     pub fn conflicting_option(&self, path: &DrivePath, opened: &Self) -> Option<&'static str> {
         let Self {
@@ -497,7 +497,8 @@ fn open_physical(
                 let error = report::chain(&error);
                 log::warn!("Drive {address}: all memory is pinned again: {error}");
             }
-            // Releases the predecessor's descriptors, since the PCI function can be opened only once.
+            // Closes the copies of the predecessor's descriptors that the supervisor has, since the PCI function can be opened
+            // only once.
             if let Some(supervisor) = &kept.store {
                 supervisor
                     .clear()
@@ -697,7 +698,8 @@ pub fn label(
     let identity = label.identity(drive.identity(), place).name;
     let before = || formerly.iter().map(String::as_str).chain([name]);
     for before in before() {
-        // If the process dies before the leases are moved below, the next use of the labelled drive moves them.
+        // The label is written before the leases are moved. If the process dies in between, the next use of the labelled drive
+        // moves them.
         if !again {
             ledger.check_idle(before)?;
         }
@@ -720,7 +722,8 @@ pub fn is_block_device(path: &Path) -> bool {
 /// Returns the error to report for a path that does not exist.
 fn not_found_error(path: &DrivePath) -> OpenDriveError {
     match path {
-        // A missing path in `/dev` is meant as a device: a regular file there would be lost when the host restarts.
+        // A path in `/dev` is meant as a device. The message does not advise to create a file there, which would be lost when
+        // the host restarts.
         DrivePath::File(file) if file.starts_with("/dev") => {
             OpenDriveError::NoDevice(path.to_string())
         }
@@ -728,7 +731,7 @@ fn not_found_error(path: &DrivePath) -> OpenDriveError {
     }
 }
 
-/// Describes the user that prevents a block device from being opened exclusively, such as a mount or a program.
+/// Describes for a message what has a block device open exclusively, such as a mount or a program.
 fn exclusive_user(path: &DrivePath) -> String {
     let DrivePath::File(file) = path else {
         return "another program".to_owned();
@@ -739,7 +742,7 @@ fn exclusive_user(path: &DrivePath) -> String {
     })
 }
 
-/// Puts the layers that the options ask for in front of a software drive.
+/// Puts the layers that the options ask for, such as zones, faults and timing, in front of a software drive.
 fn put_layers<S: BackingStore>(
     drive: SoftwareController<S>,
     options: &DriveOptions,

@@ -15,8 +15,8 @@ use nvme_vfio::function::PciAddress;
 
 use super::{DriveOptions, DrivePath, OpenDriveError};
 
-/// Key of an open drive, which is independent of the drive's path. The serial number would not be a key, since two devices may
-/// report equal numbers.
+/// Identity of an open drive, by which two paths to one drive are recognised. A serial number is no identity, since two devices
+/// may report equal numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum OpenDriveKey {
     Function(PciAddress),
@@ -27,7 +27,7 @@ enum OpenDriveKey {
 }
 
 impl OpenDriveKey {
-    /// Returns the key of a path; `None` for `memory:` and `null:` drives, and for paths that do not exist.
+    /// Returns the identity of the drive at a path; `None` for `memory:` and `null:` drives, and for paths that do not exist.
     fn from_path(path: &DrivePath) -> Option<Self> {
         match path {
             DrivePath::Pci(address) => Some(Self::Function(*address)),
@@ -61,7 +61,7 @@ fn lock_opened() -> MutexGuard<'static, Vec<OpenedController>> {
     opened
 }
 
-/// Returns the options of an open drive.
+/// Returns the options with which this process has opened the drive at `path`; `None` if the drive is not open.
 pub(super) fn options(path: &DrivePath) -> Option<DriveOptions> {
     let place = OpenDriveKey::from_path(path)?;
     let opened = lock_opened();

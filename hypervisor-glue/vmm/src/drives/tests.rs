@@ -156,7 +156,7 @@ fn drives_of_keys_and_values_are_refused_with_a_reason() {
 }
 
 fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
-    // The lease is in another ledger, as that of a server with another state directory.
+    // The ledger is private to this lease, as the ledger of a server with another state directory is.
     let lease = Ledger::in_process().acquire(&LeaseRequest {
         id: "test",
         drive: drive.identity(),
@@ -249,7 +249,7 @@ fn a_disk_image_is_served_raw_only_on_request() {
     write(8 << 20, b"LUKS\xBA\xBE");
     reserve("id=b,range=8M+8M").expect("a guest's");
     reserve("id=c,range=8M+8M,data=keep").expect("handed over");
-    // Bytes that were never leased may hold an image as well.
+    // The check applies to bytes in the middle of the drive that were never leased, too.
     write(16 << 20, b"LUKS\xBA\xBE");
     let error = reserve("id=d,range=16M+8M").expect_err("encrypted");
     assert!(
@@ -381,7 +381,7 @@ fn a_drive_is_used_by_the_label_that_the_operator_gave_it() {
     drop(held);
     // No lease can include the label's blocks.
     assert_refused(host.reserve("a", "id=y,range=15M+1M,drive-id=pool"), "15M");
-    // After the drive grew, its label is still at the former end.
+    // The drive has grown, so its label is not at the end any more.
     let file = fs::OpenOptions::new()
         .write(true)
         .open(host.path("a"))
@@ -453,7 +453,8 @@ fn a_drive_that_lost_its_label_is_refused_by_its_other_names() {
     host.reserve("a", "id=y,range=8M+1M,data=keep")
         .expect("the operator's word");
     assert_refused(host.reserve("a", "id=z,size=4M,unit=1M"), "--again");
-    // The ledger misses the labelled drive, so this drive gets no label with another name.
+    // The ledger knows a labelled drive that this host seems to lack, because the label was overwritten. So the drive gets no
+    // label with another name.
     assert_refused(host.label("a", "other", false), "drive-id:pool");
     host.label("a", "pool", true).expect("labelled again");
     let extents = host.reserve("a", "id=x,size=4M,unit=1M,drive-id=pool");

@@ -38,7 +38,7 @@ pub struct FunctionConfig {
     /// Size of the lease, whose extents are allocated anywhere on the drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<String>,
-    /// Allocation unit of a lease by size.
+    /// Unit of which the extents of a lease with `size` are multiples.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unit: Option<String>,
     /// Maximum number of I/O queue pairs.
@@ -53,7 +53,7 @@ pub struct FunctionConfig {
     /// Name of the lease.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lease: Option<String>,
-    /// Handling of the guest's doorbell writes.
+    /// Mode of the guest's doorbells: whether their writes exit to the VMM.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub doorbells: Option<String>,
     /// Doorbell stride in bytes.
@@ -84,7 +84,7 @@ pub struct FunctionConfig {
     /// Weight of the function against other guests on shared queue pairs of a physical drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight: Option<u16>,
-    /// Policy for data that another id left in the range.
+    /// Policy for data that another lease id left in the leased bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data: Option<String>,
     /// Serial number.
@@ -292,10 +292,10 @@ impl FunctionConfig {
                 let has_file = keeps_state && !is_block_device(&file);
                 let folder = file.parent().filter(|_| has_file);
                 files.push((folder.unwrap_or(&file).to_owned(), true));
-                // /sys and /proc tell the device of a path, and other users of the device.
+                // /sys and /proc show the device of a path, and its other users.
                 files.push(("/sys".into(), false));
                 files.push(("/proc".into(), false));
-                // Device mapper tells the extents of logical volumes.
+                // The device mapper's control file gives access to the extents of logical volumes.
                 let mapper = PathBuf::from("/dev/mapper/control");
                 if mapper.exists() {
                     files.push((mapper, true));
@@ -541,7 +541,7 @@ mod tests {
         let path = "null:1G".to_owned();
         let by_keys = config(&[("path", &path)]).expect("valid");
         assert_eq!(by_keys, FunctionConfig { path, ..default });
-        // The path has no default.
+        // The option `path` is mandatory.
         let error = read.options().expect_err("no path").to_string();
         assert!(error.starts_with("Option \"path\" is missing"), "{error}");
         let error = read.options_with_text().expect_err("no path").to_string();

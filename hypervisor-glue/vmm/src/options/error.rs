@@ -41,7 +41,7 @@ pub enum OptionError {
         key: &'static str,
         /// The excluded key.
         other: &'static str,
-        /// Reason.
+        /// Reason of the refusal, for the error message.
         why: &'static str,
     },
     /// A quote is not closed.
@@ -73,7 +73,7 @@ pub enum OptionError {
         key: &'static str,
         /// The drive.
         path: DrivePath,
-        /// Reason.
+        /// Reason of the refusal, for the error message.
         why: &'static str,
     },
     /// A value requires an option that is not given.
@@ -85,7 +85,7 @@ pub enum OptionError {
         value: String,
         /// The required option.
         other: &'static str,
-        /// Reason.
+        /// Reason of the refusal, for the error message.
         why: &'static str,
     },
     /// A value is invalid.

@@ -82,7 +82,7 @@ pub struct FunctionOptions {
     pub mdts: Option<Mdts>,
     /// Name of the function and of its lease.
     pub id: Option<String>,
-    /// Handling of the guest's doorbell writes.
+    /// Mode of the guest's doorbells: whether their writes exit to the VMM.
     pub doorbells: DoorbellMode,
     /// Doorbell stride.
     pub doorbell_stride: DoorbellStride,
@@ -97,7 +97,7 @@ pub struct FunctionOptions {
     pub memory_limit: Option<ByteSize>,
     /// Limits of I/Os and bytes per second, and the function's weight against other guests.
     pub rates: RateLimits,
-    /// Policy for data that another id left in the range.
+    /// Policy for data that another lease id left in the leased bytes.
     pub data: PreviousDataPolicy,
     /// Serial number that the guest sees instead of the one that is derived from the lease.
     pub serial: Option<String>,
@@ -123,7 +123,7 @@ pub struct FunctionOptions {
     pub reconnect: Option<Duration>,
 }
 
-/// Reason for which a software drive has no weight.
+/// Reason for which the option `weight` does not apply to a software drive, for error messages.
 pub(super) const NO_WEIGHT_REASON: &str =
     "only a physical drive, as in path=0000:01:00.0, has queue pairs that guests share";
 
@@ -448,13 +448,12 @@ impl FromStr for FunctionOptions {
     }
 }
 
-/// Minimum size of a lease without a fixed range, and the size of its extents.
+/// Minimum size of a lease without a fixed range, and the unit of its extents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseSize {
     /// Size.
     pub size: ByteSize,
-    /// Allocation unit of the lease: the size of each extent is a multiple of the unit. If not given, the drive's default unit
-    /// is used.
+    /// Unit of which the size of each extent is a multiple. If not given, the drive's default unit is used.
     pub unit: Option<ByteSize>,
 }
 

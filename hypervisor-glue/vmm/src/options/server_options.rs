@@ -76,7 +76,7 @@ impl FromStr for SocketOwner {
 /// Options of a drive that a server keeps open, even without functions.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServerDriveOptions {
-    /// Options of the drive. All other options have their defaults.
+    /// Options of the drive. Options of this type that do not apply to drives have their defaults.
     pub drive: FunctionOptions,
 }
 

@@ -273,7 +273,7 @@ fn a_drive_leased_by_another_is_not_attached_again() {
         matches!(error, DeviceError::TakeBack(_, OpenError::Lease(_))),
         "{error}"
     );
-    // Every access of the guest finds an empty slot.
+    // The drive could not be taken back, so each access of the guest finds an empty slot.
     for _ in 0..2 {
         assert_eq!(read_registers(&device), NOTHING);
         assert!(asked.vectors.lock().unwrap().is_empty());
@@ -351,7 +351,7 @@ fn the_pin_comes_back_with_the_drive() {
     device.pause().unwrap();
     device.hand_over().unwrap();
     device.resume().unwrap();
-    // The level fell, but the function was not notified.
+    // The pin's level fell with the hand-over, and no notification said so. A signal must raise the level all the same.
     signal();
     assert!(pin.is_raised());
     pin.0[1].write(1).unwrap();

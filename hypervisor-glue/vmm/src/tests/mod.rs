@@ -28,11 +28,11 @@ use super::{DeviceError, FunctionDevice, IntxPin, ThreadId, Vmm, VmmError, VmmVe
 use crate::drives::{self, DriveOptions};
 
 const QUEUE_PAIRS: u16 = 2;
-/// Command register: offset, and a value with Memory Space and Bus Master.
+/// Command register: its offset, and a value with the bits Memory Space and Bus Master.
 const COMMAND: (u64, [u8; 2]) = (0x04, [0x06, 0x00]);
 const BAR0: u64 = 0x10;
 const BAR4: u64 = 0x20;
-/// Message Control of MSI-X: offset, and a value with the enable bit.
+/// Message Control of MSI-X: its offset, and a value with the enable bit.
 const MSIX_CONTROL: (u64, [u8; 2]) = (0x52, [0x00, 0x80]);
 /// Offset of the doorbells in BAR0.
 const DOORBELLS: u64 = 0x1000;
@@ -42,7 +42,7 @@ const NO_ADDRESSES: [u64; 0] = [];
 #[derive(Debug, Default)]
 struct RecordingVmm {
     mapped: Mutex<BTreeMap<u64, Arc<Mapping>>>,
-    /// Number of requests to map memory.
+    /// Number of requests of functions to map memory into the guest.
     maps: Mutex<u32>,
     refuses: AtomicBool,
     registered: Mutex<BTreeMap<u64, RawFd>>,
@@ -51,9 +51,9 @@ struct RecordingVmm {
     registrations_refused: AtomicUsize,
     messages: Mutex<Vec<(u16, u64, u32)>>,
     vectors: Mutex<Vec<EventFd>>,
-    /// Number of messages that the function set after it had signalled their vector.
+    /// Number of messages that the function set too late: after it had signalled their vector.
     late_messages: Mutex<u32>,
-    /// Threads of the vCPUs, by message address.
+    /// Thread of the vCPU at which an interrupt message is directed, by the message's address.
     vcpus: Mutex<BTreeMap<u64, ThreadId>>,
     /// INTx, if the VMM offers it.
     pin: Mutex<Option<FakePin>>,
@@ -397,7 +397,8 @@ fn doorbells_are_mapped_only_during_io() {
             wait_until("it stays mapped", idle, || {
                 asked.mapped_addresses().is_empty()
             });
-            // Taking the function's lock waits until the control thread has finished unmapping.
+            // The control thread has the function's lock while it unmaps, so taking the lock waits for the end of the
+            // unmapping.
             assert!(!with_function(&device, |function| function
                 .backend()
                 .io_doorbells()
@@ -415,7 +416,8 @@ fn few_writes_map_nothing() {
     for _ in 0..31 {
         device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
     }
-    // Only writes to doorbells of I/O queues count. Writes to admin doorbells and to other offsets do not.
+    // Only writes to doorbells of I/O queues count as exits for the policy. Writes to admin doorbells and to other offsets do
+    // not.
     for offset in [DOORBELLS, DOORBELLS + 4, DOORBELLS + 64, u64::MAX] {
         for _ in 0..100 {
             device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
@@ -858,14 +860,14 @@ fn resets_leave_the_pin_low_and_connected() {
             status[0] & 1 << 3 != 0
         };
         configure(&device, COMMAND.0, &COMMAND.1);
-        // The message is pending, because its entry is masked.
+        // The vector is raised while its entry is masked, so its message is pending.
         configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
         signal();
         reset(&device);
         assert!(!pin.is_raised() && !has_interrupt(), "{what}");
         signal();
         assert!(pin.is_raised() && has_interrupt(), "{what}");
-        // The level of the INTx pin is high.
+        // The function is reset while the level of its INTx pin is high.
         reset(&device);
         assert!(!pin.is_raised() && !has_interrupt(), "{what}");
         signal();

@@ -16,7 +16,7 @@ impl BlobId {
         Self(sha1(blob))
     }
 
-    /// Returns whether this is the id of a missing file: all zeros.
+    /// Returns whether this id stands for a missing file: it is all zeros.
     pub(crate) fn is_missing(self) -> bool {
         self.0 == [0; 20]
     }

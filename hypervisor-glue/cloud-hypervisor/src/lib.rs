@@ -57,10 +57,10 @@ fn indented_lines(lines: &[String]) -> String {
     lines.collect()
 }
 
-/// File to write.
+/// Change of one file: its previous and its new content.
 struct FileChange<'a> {
     path: PathBuf,
-    /// Previous content; `None` for a new file.
+    /// Previous content of the file; `None` for a new file.
     before: Option<Vec<u8>>,
     after: Vec<u8>,
     patch: &'a FilePatch,
@@ -79,14 +79,14 @@ impl Patch {
         let written = written.and_then(|()| put_in_place(&changes, &staged));
         if written.is_err() {
             for path in staged {
-                // Fails for staged files that were renamed to their targets: they no longer have this name.
+                // Fails for files that are already renamed to their targets, and so have no staged name any more.
                 let _ = fs::remove_file(path);
             }
         }
         written.map(|()| changes.len())
     }
 
-    /// Compares all files with the patch, and returns the changes to make.
+    /// Checks that all files have the contents for which the patch was made, and returns the changes to make.
     fn changes(&self, checkout: &Path) -> Result<Vec<FileChange<'_>>, ApplyError> {
         let (mut changes, mut others) = (Vec::new(), Vec::new());
         for patch in &self.files {

@@ -21,9 +21,9 @@ pub struct ParseError {
 pub(crate) struct FilePatch {
     /// Path in the checkout, without `..`.
     pub(crate) path: String,
-    /// Content for which the patch was made; `None` for a new file.
+    /// Id of the content for which the patch was made; `None` for a new file.
     pub(crate) before: Option<BlobId>,
-    /// Content of the patched file.
+    /// Id of the content of the patched file.
     pub(crate) after: BlobId,
     hunks: Vec<Hunk>,
 }
@@ -35,7 +35,7 @@ struct Hunk {
     lines: Vec<String>,
 }
 
-/// Patch of a checkout.
+/// Patch of a checkout: additions to several files.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Patch {
     pub(crate) files: Vec<FilePatch>,

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 pub struct DriveCapacity {
     /// The drive, as in `path=`.
     pub drive: String,
-    /// Id of the namespace.
+    /// Namespace identifier.
     pub nsid: u32,
     /// Size of the namespace in bytes.
     pub bytes: u64,

@@ -19,7 +19,7 @@ pub enum FunctionChange {
     Remove {
         /// Id or socket of the function.
         id: String,
-        /// Remove the function even if a VMM is connected.
+        /// True to remove the function even if a VMM is connected.
         force: bool,
     },
     /// Changes the limits of a running function.
@@ -35,7 +35,7 @@ pub enum FunctionChange {
         id: String,
         /// New size in bytes.
         bytes: u64,
-        /// Shrink the lease, although data at its end is lost.
+        /// True to shrink the lease if `bytes` is smaller than its size, which loses the data at its end.
         truncate: bool,
     },
     /// Reserves a lease for a user's VMMs.
@@ -50,7 +50,7 @@ pub enum FunctionChange {
     },
     /// Applies the configuration file.
     Reload {
-        /// Make the change even if a VMM thereby loses a function, or its lease on a drive that is closed.
+        /// True to apply the file even if a VMM thereby loses a function, or its lease on a drive that is closed.
         force: bool,
     },
 }
@@ -65,7 +65,7 @@ pub enum ChangeResult {
     Removed {
         /// The removed function.
         function: FunctionEntry,
-        /// Error of the function's end, if any, as text.
+        /// Text of the error with which the function ended; `None` after a clean end.
         trouble: Option<String>,
     },
     /// Result of [`FunctionChange::Limit`].
@@ -80,7 +80,7 @@ pub enum ChangeResult {
     Upgraded {
         /// Process id of the successor.
         process: u32,
-        /// Differences between the configuration file and the served configuration, as text.
+        /// Differences between the configuration file and the served configuration, one sentence each.
         #[serde(default)]
         pending: Vec<String>,
     },
@@ -179,8 +179,8 @@ pub struct ReservedLease {
 }
 
 impl FunctionEntry {
-    /// Sets the state from the answer of the function's thread; `None` if the thread did not answer. A failed function stays
-    /// failed.
+    /// Sets the state from `connected`, the answer of the function's thread, or `None` if the thread did not answer. A failed
+    /// function stays failed.
     pub(crate) fn set_connected(&mut self, connected: Option<bool>) {
         if !matches!(self.state, FunctionStatus::Failed { .. }) {
             self.state = match connected {

@@ -107,7 +107,7 @@ pub enum ControlError {
         /// Cause.
         source: serde_json::Error,
     },
-    /// The successor did not take over the control socket.
+    /// After an upgrade, the successor does not listen on the control socket.
     #[error(
         "Process {process} should have taken over, but does not answer on {}: see the log of the server; its supervisor \
          restarts it",
@@ -348,7 +348,7 @@ impl ControlServer {
 
 impl Drop for ControlServer {
     fn drop(&mut self) {
-        // The counter cannot overflow: only this line writes to it.
+        // The write cannot fail: the eventfd's counter is 0 before it.
         let _ = self.stop.write(1);
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -400,7 +400,7 @@ impl ControlExchange {
         })
     }
 
-    /// Sends as much as the socket accepts. Returns whether the answer is complete.
+    /// Sends as much of the answer as the socket accepts. Returns whether the whole answer is sent.
     fn write(&mut self, mut stream: &UnixStream) -> io::Result<bool> {
         let Self::Sending {
             answer,
@@ -422,7 +422,7 @@ impl ControlExchange {
     }
 }
 
-/// Next step for a client that made progress.
+/// Next step of the control thread for a client whose socket was ready.
 enum ControlClientStep {
     /// Wait for these events.
     Wait(EventSet),
@@ -451,7 +451,7 @@ impl<S: ControlService> MutEventSubscriber for ControlClients<S> {
         if fd == self.stop.as_raw_fd() {
             self.stopped = true;
         } else if fd == self.partial_answers.wakeup.as_raw_fd() {
-            // Does not block, as the eventfd is readable.
+            // Does not block: this thread was woken because the eventfd is readable.
             let _ = self.partial_answers.wakeup.read();
             let late = std::mem::take(&mut *self.partial_answers.clients());
             for client in late {
@@ -534,7 +534,8 @@ impl ControlClient {
             match receive_part(&self.stream, request, REQUEST_MAX) {
                 Ok(LineProgress::Complete) => {}
                 Ok(LineProgress::Partial) => return Ok(ControlClientStep::Wait(EventSet::IN)),
-                // `listening_pid` makes such connections without a request, to find the server's process.
+                // A connection without a request is no error: `listening_pid` makes such connections, to find the server's
+                // process.
                 Ok(LineProgress::Closed) => return Ok(ControlClientStep::Done),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     return Ok(ControlClientStep::Wait(EventSet::IN));
@@ -744,7 +745,8 @@ fn send_request(path: &Path, request: &ControlRequest) -> Result<ControlAnswer, 
     let request_line = serde_json::to_vec(request).map_err(bad_answer)?;
     line.write(&request_line).map_err(no_answer)?;
     if matches!(request, ControlRequest::Change { .. }) {
-        // A change may take arbitrarily long. If the server ends meanwhile, it closes the connection.
+        // No deadline for the answer to a change, which may take arbitrarily long. If the server ends meanwhile, it closes the
+        // connection.
         line.deadline = None;
     }
     let answer = line.read(ANSWER_MAX).map_err(no_answer)?;
@@ -791,7 +793,7 @@ fn receive_part(
 /// Sends and receives lines, all within one deadline.
 struct LineStream<'stream> {
     stream: &'stream UnixStream,
-    /// Time by which the exchange must be complete; `None` to wait indefinitely.
+    /// Time by which the request must be sent and the answer received; `None` to wait indefinitely.
     deadline: Option<Deadline>,
 }
 
@@ -940,7 +942,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
-        // The longest plan, of the characters that take the most bytes in JSON.
+        // The request has the longest allowed plan, of the characters that take the most bytes in JSON.
         let inject = FaultRequest::Inject {
             drive: "memory:1G".to_owned(),
             plan: "\n".repeat(60_000),

@@ -179,7 +179,7 @@ impl FunctionHandle {
         match decision.recv_timeout(SHUTDOWN_TIMEOUT) {
             Ok(leave) => leave,
             Err(RecvTimeoutError::Timeout) => ShutdownAnswer::Busy,
-            // The thread ended before it took the request.
+            // The thread has ended before it received the request, so the function has ended.
             Err(RecvTimeoutError::Disconnected) => ShutdownAnswer::Accepted,
         }
     }
@@ -284,7 +284,7 @@ impl Drop for FunctionThread {
 
 /// Epoll token of the function's events. It differs from [`VfioUserServer::TOKENS`], which the vfio-user server uses.
 const EVENTS_TOKEN: u64 = 0x100;
-/// Epoll token of the client's reports that the INTx pin's level fell.
+/// Epoll token of the eventfd by which the client reports that the INTx pin's level fell.
 const UNMASK_TOKEN: u64 = 0x101;
 
 /// State of the control thread.
@@ -294,14 +294,15 @@ struct FunctionThreadState<D: ControlledDevice> {
     server: VfioUserServer<D>,
     inbox: Receiver<FunctionRequest>,
     control: Arc<ControlLoop>,
-    /// Time of the last periodic check of the drive.
+    /// Time of the last periodic check for events of the drive.
     checked_at: Duration,
     /// The eventfd by which the client reports that the INTx pin's level fell. It stays open while epoll watches it.
     unmask_eventfd: Option<Arc<EventFd>>,
 }
 
 impl<D: ControlledDevice> FunctionThreadState<D> {
-    /// Watches the client's current eventfd of the INTx pin.
+    /// Makes epoll watch the eventfd by which the client now reports that the INTx pin's level fell, in place of an earlier
+    /// one.
     fn watch_unmask_eventfd(&mut self) {
         let wanted = self.server.device().unmask_eventfd();
         let watched = self.unmask_eventfd.as_ref();
@@ -348,7 +349,7 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
             match request {
                 FunctionRequest::Quiesce(deadline, answer) => self.quiesce(&deadline, &answer),
                 FunctionRequest::Stats(answer) => {
-                    // Fails if the requester has timed out.
+                    // The send fails if the requester has stopped waiting for the answer.
                     let _ = answer.try_send(self.stats());
                 }
                 FunctionRequest::Shutdown { force, answer } => self.answer_shutdown(force, &answer),
@@ -365,7 +366,7 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
     ) {
         let function = self.server.device_mut().function_mut();
         if let Err(error) = function.pause_with_timeout(deadline.remaining()) {
-            // Fails if the requester has timed out.
+            // The send fails if the requester has stopped waiting for the answer.
             let _ = answer.send(Err(report::chain(&error)));
             return;
         }

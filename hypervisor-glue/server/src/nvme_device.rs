@@ -1,4 +1,4 @@
-//! Adapts an NVMe function to the vfio-user server's `Device` trait.
+//! NVMe functions as devices of the vfio-user server.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -25,7 +25,7 @@ use vfio_user_server::{
     IrqInfo, MappableArea, RegionIndex, VfioUserDevice,
 };
 
-/// Error of restoring a function from the old server.
+/// Error of restoring a function from the predecessor.
 #[derive(Debug, Error)]
 pub(crate) enum FunctionResumeError {
     /// The client's memory cannot be mapped.
@@ -54,7 +54,8 @@ pub(crate) enum FunctionResumeError {
 }
 
 impl FunctionResumeError {
-    /// Returns true for a temporary lack of a resource of the host or the drive: a later attempt may succeed.
+    /// Returns whether the error is a temporary lack of a resource of the host or the drive, so that a later attempt may
+    /// succeed.
     pub(crate) fn is_transient(&self) -> bool {
         let lacks_room = matches!(self, Self::Memory(error) if error.lacks_iommu_resources());
         lacks_room || system::is_exhaustion(self)
@@ -100,7 +101,8 @@ pub struct NvmeDevice {
     memory_kinds: MemoryKinds,
     /// Pause of the guest that ended when this server restored the function.
     guest_pause: Option<GuestPause>,
-    /// Value of the admin command counter when the client connected, which shows whether the client has sent any commands.
+    /// Number of admin commands that the function had completed when the client connected. A higher number shows that the
+    /// client has sent commands.
     admin_commands_at_connect: u64,
 }
 
@@ -154,8 +156,8 @@ impl NvmeDevice {
         self
     }
 
-    /// Restores the client's connection and the guest's controller state from the old server. The function must be in its
-    /// power-on state, and its doorbells and in-flight tracking must be the old server's files.
+    /// Restores the client's connection and the guest's controller state from the predecessor. The function must be in its
+    /// power-on state, and its doorbells and in-flight tracking must be the predecessor's files.
     ///
     /// # Errors
     /// The function's properties differ, or the client's memory or vectors are invalid. After an error, no command of the
@@ -172,12 +174,12 @@ impl NvmeDevice {
             interrupt_type: interrupts,
             unmask_eventfd: acknowledged,
         } = client;
-        // A persisted function may have had no client, and then has no eventfds.
+        // A function that had no client has no user and no eventfds.
         if user.is_some() || vectors.iter().any(|vector| vector.eventfd.is_some()) {
             self.set_client_trust(user);
         }
         let host = self.function.backend();
-        // The old server checked these regions.
+        // The predecessor checked these regions when the client sent them, so they are not checked again.
         host.set_memory_holder(MemoryHolder::Trusted);
         for region in regions {
             host.map_persisted(region)?;
@@ -199,12 +201,12 @@ impl NvmeDevice {
                 vector.set_client_eventfd(self.signals.eventfd(eventfd));
             }
         }
-        // The client keeps the BARs where they are.
+        // The BARs that moved are not needed: the client has the BARs at the restored addresses already.
         drop(self.function.restore_running(function_state)?);
         Ok(())
     }
 
-    /// Sets whether the client runs as a trusted user.
+    /// Tells the signals to the client's eventfds whether the client runs as a trusted user.
     fn set_client_trust(&self, user: Option<u32>) {
         self.signals
             .set_client(match user.is_some_and(system::is_trusted) {
@@ -213,7 +215,7 @@ impl NvmeDevice {
             });
     }
 
-    /// Sets the pause of the guest that ended with [`Self::restore`].
+    /// Sets the pause of the guest, which ended with [`Self::restore`], for the statistics.
     pub(crate) fn set_guest_pause(&mut self, stall: GuestPause) {
         self.guest_pause = Some(stall);
     }
@@ -229,7 +231,7 @@ impl NvmeDevice {
         &mut self.function
     }
 
-    /// Connects the first vector to the INTx pin if the client uses INTx, and to messages otherwise.
+    /// Makes the first vector raise the INTx pin if the client uses INTx, and send messages otherwise.
     fn update_pin(&self) {
         let fall = match &self.unmask_eventfd {
             Some(_) => PinDeassertion::Acknowledgement,
@@ -273,8 +275,8 @@ impl NvmeDevice {
         Ok(())
     }
 
-    /// Connects the `count` vectors from `start` to the eventfds in order. Disconnects vectors without an eventfd. Stores the
-    /// connections for the next process.
+    /// Connects the `count` vectors from `start` to the eventfds in order, and disconnects vectors without an eventfd. Stores
+    /// the connections for the successor.
     fn connect_vectors(
         &mut self,
         interrupts: InterruptType,
@@ -294,7 +296,7 @@ impl NvmeDevice {
             kept.store_eventfds(start, count, &shared)?;
         }
         if interrupts == InterruptType::Pin {
-            // Reconnecting has set the pin's level low, so it is computed again.
+            // Connecting another eventfd has set the pin's level low, so the level is computed again.
             self.update_pin();
         }
         let mut eventfds = eventfds.into_iter();
@@ -307,7 +309,7 @@ impl NvmeDevice {
         Ok(())
     }
 
-    /// Masks, unmasks or triggers a vector. Stores the mask for the next process.
+    /// Masks, unmasks or triggers a vector. Stores whether it is masked for the successor.
     fn apply_irq_action(&mut self, number: usize, action: IrqAction) {
         let Some(vector) = self.function.vectors().get(number) else {
             return;
@@ -403,7 +405,7 @@ impl VfioUserDevice for NvmeDevice {
             RegionIndex::Bar0 => self.function.read_bar(Bar::Registers, offset, data),
             RegionIndex::Bar4 => self.function.read_bar(Bar::Msix, offset, data),
             RegionIndex::Config => self.function.read_config(offset, data),
-            // The caller has filled `data` with ones.
+            // All other regions read as ones, with which the caller has filled `data`.
             _ => {}
         }
     }
@@ -516,7 +518,7 @@ impl VfioUserDevice for NvmeDevice {
             IrqIndex::Intx => InterruptType::Pin,
             IrqIndex::Msi => InterruptType::Msi,
             IrqIndex::Msix => InterruptType::Msix,
-            // The device has no such interrupts, but clients disconnect them regardless.
+            // Clients disconnect these interrupts, which the device does not have. This has no effect.
             IrqIndex::Err | IrqIndex::Req => return Ok(()),
         };
         let all = self.irq(index).count as usize;
@@ -554,7 +556,8 @@ impl VfioUserDevice for NvmeDevice {
             (IrqAction::Unmask, IrqData::Disconnect) if interrupts == InterruptType::Pin => {
                 self.set_unmask_eventfd(Vec::new())
             }
-            // Only the INTx pin has eventfds for masking, and this device masks the pin itself.
+            // Refused: eventfds by which a client masks or unmasks exist for the INTx pin alone, and this device masks the pin
+            // itself.
             (IrqAction::Mask | IrqAction::Unmask, IrqData::Connect(_) | IrqData::Disconnect) => {
                 Err(invalid_argument())
             }
@@ -562,7 +565,7 @@ impl VfioUserDevice for NvmeDevice {
     }
 
     fn reset(&mut self) {
-        // The client resets its own copy of the BARs.
+        // The BARs that moved are not needed: the client resets its own copy of the BARs.
         drop(self.function.reset());
     }
 
@@ -732,7 +735,7 @@ mod tests {
     }
 
     fn disk_region() -> DmaRegion {
-        // The file is in the program's directory, because /tmp may be a memory file system.
+        // The test needs a file on a disk. The program's directory is on one, while /tmp may be a memory file system.
         let program = std::env::current_exe().unwrap();
         let file = tempfile::tempfile_in(program.parent().unwrap()).unwrap();
         file.set_len(0x10_0000).unwrap();

@@ -8,7 +8,7 @@ use nvme_guest::threads::start_thread;
 
 use crate::signals::with_signals_blocked;
 
-/// Timeout for the reader.
+/// Timeout for the reader of standard output in [`Write::flush`].
 const READER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Standard output that a separate thread writes. [`flush`](Write::flush) waits at most one second for the reader. A reader
@@ -47,7 +47,7 @@ impl<W: Write + Send + 'static> ThreadedOutput<W> {
         let write = move || {
             for text in inbox {
                 let written = out.write_all(&text).and_then(|()| out.flush());
-                // Fails while the process exits.
+                // The send fails only while the process exits.
                 let _ = outbox.send(written);
             }
         };
@@ -72,7 +72,7 @@ impl<W: Write + Send + 'static> Write for ThreadedOutput<W> {
         let Some(thread) = &mut self.thread else {
             return Ok(());
         };
-        // Only a panic can end the thread this early.
+        // The thread has ended, which only a panic can cause before the output is dropped.
         let ended = || io::Error::other("the thread of the output has ended");
         let text = std::mem::take(&mut self.unsent);
         thread.texts.send(text).map_err(|_| ended())?;
@@ -104,7 +104,7 @@ mod tests {
     fn a_stalled_reader_blocks_no_writer_and_gets_all_output_later() {
         let (mut reader, writer) = io::pipe().unwrap();
         let mut out = ThreadedOutput::new(writer);
-        // More than the default capacity of a pipe.
+        // The text is longer than the default capacity of a pipe, so the writer waits for the reader.
         let text = "x".repeat(1 << 20);
         out.write_all(text.as_bytes()).unwrap();
         out.flush().unwrap();

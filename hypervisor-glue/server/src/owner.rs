@@ -74,7 +74,7 @@ fn subuid_owner(user: u32, ranges: &str, passwd: impl Fn() -> String) -> u32 {
         .unwrap_or(user)
 }
 
-/// Returns the access settings of a socket.
+/// Converts the options `mode=` and `owner=` of a socket to its permissions.
 pub(crate) fn socket_access(
     mode: Option<u32>,
     owner: Option<&SocketOwner>,

@@ -1,4 +1,4 @@
-//! Quarantined functions as vfio-user devices.
+//! Devices that stand for quarantined functions, so that their clients stay connected.
 
 use std::io;
 use std::os::fd::BorrowedFd;

@@ -82,7 +82,7 @@ impl EndSignals {
     pub fn wait(&self) -> io::Result<ServerSignal> {
         let mut record = [0; RECORD_BYTES];
         (&self.fd).read_exact(&mut record)?;
-        // `ssi_signo` is the first field.
+        // The signal's number, `ssi_signo`, is the first field of the record.
         let [a, b, c, d, ..] = record;
         let number = u32::from_ne_bytes([a, b, c, d]);
         Ok(match i32::try_from(number) {

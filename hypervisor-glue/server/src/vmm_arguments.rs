@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::json;
 
-/// Guest memory size in the printed examples of VMM arguments. The examples share the memory with the server, as vfio-user
+/// Size of the guest's memory in the printed examples of VMM arguments. They share the memory with the server, as vfio-user
 /// requires.
 const EXAMPLE_MEMORY: &str = "2G";
 

@@ -32,7 +32,7 @@ use thiserror::Error;
 /// Latest Landlock version that is used. An older kernel enforces the restrictions that its version supports.
 const LATEST_VERSION: ABI = ABI::V6;
 
-/// Restrictions, each with the Landlock version and the kernel release that added it.
+/// Restrictions that Landlock can enforce, each with the Landlock version and the kernel release that added it.
 const RESTRICTION_VERSIONS: [(ABI, &str, &str); 5] = [
     (ABI::V1, "files", "5.13"),
     (ABI::V3, "truncation", "6.2"),
@@ -44,28 +44,28 @@ const RESTRICTION_VERSIONS: [(ABI, &str, &str); 5] = [
 /// Access rights of a [`FileRule`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileAccess {
-    /// Right `r`.
+    /// Read access (`r`).
     pub read: bool,
-    /// Right `w`.
+    /// Write access (`w`).
     pub write: bool,
-    /// Right `x`.
+    /// Execute access (`x`).
     pub execute: bool,
 }
 
 impl FileAccess {
-    /// Access `r`.
+    /// Read access alone (`r`).
     pub(crate) const READ: Self = Self {
         read: true,
         write: false,
         execute: false,
     };
-    /// Access `rw`.
+    /// Read and write access (`rw`).
     pub(crate) const WRITE: Self = Self {
         read: true,
         write: true,
         execute: false,
     };
-    /// Access `rx`.
+    /// Read and execute access (`rx`).
     pub(crate) const EXECUTE: Self = Self {
         read: true,
         write: false,
@@ -140,7 +140,7 @@ impl fmt::Display for FileAccess {
 pub struct FileRule {
     /// The file or directory.
     pub path: PathBuf,
-    /// The rights.
+    /// Access rights on the file, or on everything below the directory.
     pub access: FileAccess,
 }
 
@@ -224,11 +224,11 @@ impl FileRules {
             .as_deref()
             .and_then(Path::parent)
             .map(Path::to_owned);
-        // Rules for directories instead of files, because an update of the host replaces files.
+        // These rules name directories, because an update of the host replaces the files in them.
         let executed = ["/usr", "/lib", "/lib64"].map(PathBuf::from).into_iter();
         let executed = executed.chain(programs);
         let executed = executed.map(|path| FileRule::new(path, FileAccess::EXECUTE));
-        // Read for users and groups, for a drive's users, and for properties of block devices.
+        // Directories that are read: for users and groups, for a drive's users, and for properties of block devices.
         let read = ["/etc", "/proc", "/sys"].map(|path| FileRule::new(path, FileAccess::READ));
         // The device mapper's control device is needed to read the tables of logical volumes.
         let written = ["/dev/null", "/dev/vfio", "/dev/mapper/control"]
@@ -248,7 +248,7 @@ impl FileRules {
     }
 
     /// Adds the operator's rules. A rule with a missing path is logged and skipped: if the start failed instead, VMs of the
-    /// old server would lose their drives.
+    /// predecessor would lose their drives.
     pub(crate) fn with_rules(self, rules: impl IntoIterator<Item = FileRule>) -> Self {
         let (there, absent): (Vec<_>, Vec<_>) =
             rules.into_iter().partition(|rule| rule.path.exists());
@@ -287,8 +287,8 @@ impl FileRules {
     }
 
     fn restrict_thread(&self) -> Result<LandlockStatus, RulesetError> {
-        // This scope would forbid the connection to a supervisor's abstract socket. So it is left out if the supervisor has
-        // such a socket.
+        // Restricting abstract sockets would forbid the connection to a supervisor's abstract socket. So this restriction is
+        // left out if the supervisor has such a socket.
         let supervisor = env::var_os("NOTIFY_SOCKET").unwrap_or_default();
         let scope = match supervisor.as_encoded_bytes().first() {
             Some(b'@') => Scope::Signal.into(),
@@ -401,7 +401,7 @@ mod tests {
             fs::rename(inside.join("a"), inside.join("b")).unwrap();
             UnixListener::bind(inside.join("socket")).unwrap();
             fs::read("/etc/passwd").unwrap();
-            // Files that are read to count available memory, before memory is pinned.
+            // The server reads these files to count the available memory, before it pins memory.
             for file in ["meminfo", "vmstat", "self/cgroup"] {
                 fs::read(Path::new("/proc").join(file)).unwrap();
             }

@@ -9,11 +9,11 @@
 //!
 //! # The next server
 //!
-//! The new process of an upgrade is a child of the old server and inherits its confinement permanently. The new process
+//! The new process of an upgrade is a child of the predecessor and inherits its confinement permanently. The new process
 //! adds neither a filter nor rules, since each upgrade would add a layer of rules, and the kernel allows only 16 layers. A
-//! process that the supervisor starts after a crash inherits no confinement. Therefore an operator can apply new
-//! confinement options, or the system call list of a new version, by killing the server: the supervisor starts a new one,
-//! and guests notice only a short pause.
+//! process that the supervisor starts after a crash inherits no confinement. Therefore an operator can apply new confinement
+//! options, or the system call list of a new version, by killing the server: the supervisor starts a new one, and guests
+//! notice only a short pause.
 
 mod file_rules;
 mod system_calls;
@@ -32,13 +32,14 @@ use thiserror::Error;
 pub(crate) use self::file_rules::FileRules;
 pub use self::file_rules::{FileAccess, FileAccessError, FileRule, LandlockError};
 
-/// Environment variable that names the confinement inherited by the successor.
+/// Environment variable by which a server tells its successor, a child process, the confinement that the successor has
+/// inherited.
 const INHERITED_VARIABLE: &str = "NVME_MPT_CONFINED";
 
-/// Item of [`INHERITED_VARIABLE`] for the seccomp filter.
+/// Word in [`INHERITED_VARIABLE`] that stands for a seccomp filter.
 const SECCOMP: &str = "seccomp";
 
-/// Item of [`INHERITED_VARIABLE`] for Landlock rules.
+/// Word in [`INHERITED_VARIABLE`] that stands for Landlock rules.
 const LANDLOCK: &str = "landlock";
 
 /// Seccomp action for a system call that is not on the list.
@@ -98,10 +99,10 @@ pub struct ConfinementOptions {
     pub rules: Vec<FileRule>,
 }
 
-/// Confinement that is in effect in this process.
+/// Restrictions that are in effect in this process.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ProcessConfinement {
-    /// Items of [`INHERITED_VARIABLE`].
+    /// Mechanisms in effect, as words of [`INHERITED_VARIABLE`].
     mechanisms: Vec<&'static str>,
     /// Landlock rules in effect.
     files: Option<FileRules>,
@@ -122,7 +123,9 @@ impl ProcessConfinement {
         wanted.into_iter().find(|wanted| !rules.is_allowed(wanted))
     }
 
-    /// Returns the error unchanged, or wrapped in a `LandlockRefusal` if Landlock caused it.
+    /// Finds out whether Landlock caused an error. If so, returns a `LandlockRefusal`, which names the rule that would allow
+    /// the access; otherwise, returns the error unchanged, as `Ok`. `wanted` are the accesses that the failed operation may
+    /// have made.
     pub(crate) fn explain<E: Error + Send + Sync + 'static>(
         &self,
         error: E,
@@ -159,7 +162,7 @@ impl LandlockRefusal {
     }
 }
 
-/// Returns the directory for which the operator should add a rule, so that a refused file is allowed.
+/// Returns the directory to name in the rule that would allow a refused file.
 fn folder(refused: &FileRule) -> &Path {
     match refused.path.is_dir() {
         true => &refused.path,
@@ -204,7 +207,7 @@ pub(crate) fn confine(
     }
     match confinement.seccomp {
         SeccompMode::Off => log::info!("Not confined by seccomp, as --seccomp false asks for"),
-        // The inherited variable alone proves nothing, so check that a filter exists.
+        // Any process can set the variable, so also check that the kernel has a filter for this process.
         _ if inherits(SECCOMP) && has_filter() => {
             log::info!("The seccomp filter of the previous server stays in force");
             confined.mechanisms.push(SECCOMP);
@@ -214,7 +217,8 @@ pub(crate) fn confine(
                 log::info!("{}", describe_filter(choice));
                 confined.mechanisms.push(SECCOMP);
             }
-            // The inherited filter may forbid adding another one.
+            // A filter with which this process was started may forbid adding another one. The start then continues with that
+            // filter alone.
             Err(error) if has_filter() => {
                 let error = report::chain(&error);
                 log::warn!(
@@ -244,7 +248,7 @@ fn restrict_files(rules: &FileRules) -> Result<bool, LandlockError> {
     Ok(version.is_some())
 }
 
-/// Returns the effect of this process's own filter.
+/// Returns the text that describes a filter mode for the log.
 fn describe_filter(seccomp: SeccompMode) -> &'static str {
     match seccomp {
         SeccompMode::Log => {

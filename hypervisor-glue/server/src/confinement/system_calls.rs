@@ -240,7 +240,7 @@ const EVENTS: &[c_long] = &[
     libc::SYS_timerfd_settime,
 ];
 
-/// Calls that confine a process further. A later version may make them.
+/// Calls by which a process confines itself further. A successor of a later version may need them.
 const CONFINING: &[c_long] = &[
     libc::SYS_landlock_add_rule,
     libc::SYS_landlock_create_ruleset,
@@ -248,7 +248,7 @@ const CONFINING: &[c_long] = &[
     libc::SYS_seccomp,
 ];
 
-/// Legacy forms of the listed calls. Newer architectures do not have these forms.
+/// Legacy forms of calls that the other lists have in their newer form. Newer architectures lack the legacy forms.
 #[cfg(target_arch = "x86_64")]
 const OLDER: &[c_long] = &[
     libc::SYS_access,
@@ -320,7 +320,7 @@ pub(super) fn build_filter(refusal: SeccompAction) -> Result<BpfProgram, Backend
 
 /// Returns the calls whose arguments are checked, each with its rules. A call is allowed if one of its rules matches.
 fn conditional_rules() -> Result<Vec<(c_long, Vec<SeccompRule>)>, BackendError> {
-    // The kernel uses only 32 bits of all these arguments.
+    // Compares only the low 32 bits, since the kernel ignores the upper bits of these arguments.
     let argument = |number, operator, value: u64| {
         SeccompCondition::new(number, SeccompCmpArgLen::Dword, operator, value)
     };
@@ -350,7 +350,7 @@ fn conditional_rules() -> Result<Vec<(c_long, Vec<SeccompRule>)>, BackendError> 
     ])
 }
 
-/// Converts an argument to the kernel's representation.
+/// Converts an argument to the form in which a seccomp rule compares it.
 fn bits(value: libc::c_int) -> u64 {
     value.cast_unsigned().into()
 }
@@ -432,7 +432,7 @@ mod tests {
                 map_memory(libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC).unwrap_err();
             let reason = io::Error::from_raw_os_error(libc::ENOSYS).to_string();
             assert!(refused.contains(&reason), "{refused}");
-            // Child programs are confined as well.
+            // A program that the confined process starts is confined, too.
             let unshare = Command::new("unshare").args(["--user", "true"]).output();
             let unshare = unshare.unwrap();
             assert!(!unshare.status.success());

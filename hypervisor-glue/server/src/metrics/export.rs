@@ -54,7 +54,7 @@ pub struct MetricsSnapshot {
     pub stats: ServerStats,
     /// All functions, including those without current statistics.
     pub functions: Vec<FunctionEntry>,
-    /// Health of drives, by path.
+    /// Latest SMART values of the drives, by path.
     pub health: BTreeMap<String, DriveHealth>,
     /// Statistics of the process.
     pub process: ProcessStats,
@@ -274,7 +274,7 @@ fn write_errors(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) ->
 }
 
 fn write_resets(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) -> fmt::Result {
-    // Resets of a function in a VMM are counted by the VMM.
+    // The VMM counts the resets of a function in its process, so they are unknown here.
     let own = functions
         .iter()
         .filter(|function| function.process.is_none());
@@ -465,7 +465,7 @@ impl MonotonicPollerStats {
     pub(super) fn make_monotonic(&mut self, pollers: &mut [PollerStats]) {
         let before = std::mem::take(&mut self.0);
         for poller in pollers {
-            // If the lifetime is shorter than before, another poller has taken over the name.
+            // A shorter lifetime than before is that of another poller with this name, whose counters start from zero.
             let before = before.get(&poller.name);
             if let Some(before) = before.filter(|before| before.life_seconds <= poller.life_seconds)
             {

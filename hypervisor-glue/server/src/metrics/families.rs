@@ -83,7 +83,7 @@ fn some_value(value: impl Into<MetricValue>) -> Option<MetricValue> {
     Some(value.into())
 }
 
-/// Object whose metrics are exported, with the labels of its samples.
+/// Object whose metrics are exported, such as a queue, with the labels of its samples.
 pub(super) struct LabelledSubject<L, T> {
     pub(super) labels: L,
     pub(super) subject: T,
@@ -274,7 +274,7 @@ pub(super) static LEASE: &[MetricFamily<FunctionEntry>] = &[
     ),
 ];
 
-/// Metrics of a lease's function. Labels: `lease`, `drive`.
+/// Metrics of the function that uses a lease, counted for the lease. Labels: `lease`, `drive`.
 pub(super) static LEASE_USE: &[MetricFamily<FunctionStats>] = &[counter(
     "lease_processor",
     Some(Unit::Seconds),

@@ -18,13 +18,13 @@ use nvme_spec::log::SmartHealth;
 
 use crate::stats::DriveStats;
 
-/// Poll interval.
+/// Interval between two polls of a drive's SMART / Health Information.
 const POLL_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Temperature of 0 °C in kelvins, rounded to 273 as drives do.
 const ZERO_CELSIUS: f64 = 273.0;
 
-/// Health of a drive, in base units.
+/// SMART / Health Information of a drive, in Prometheus' base units such as seconds and bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DriveHealth {
     /// Time at which the drive answered, in seconds since the epoch.
@@ -39,7 +39,7 @@ pub struct DriveHealth {
 
 impl DriveHealth {
     pub(super) fn new(smart: &SmartHealth, at: Timestamp) -> Self {
-        // Counters do not exceed 64 bits in practice.
+        // The log page has counters of 128 bits, which do not exceed 64 bits in practice.
         let low = |number: u128| u64::try_from(number).unwrap_or(u64::MAX);
         Self {
             time: at.as_millisecond() as f64 / 1e3,
@@ -128,7 +128,7 @@ fn poll_drives(drives: Vec<Arc<Drive>>, answers: &HealthAnswers) -> Duration {
                 present.insert(path, DriveHealth::new(&smart, Timestamp::now()));
             }
             Ok(None) => {}
-            // The last successful answer stays, with its time.
+            // The drive's previous answer stays, with the time of that answer.
             Err(error) => {
                 log::info!("Drive {path} does not report its health: {error}");
                 let known = answers.lock().get(&path).cloned();

@@ -90,8 +90,8 @@ fn is_bracketed_address(text: &str) -> bool {
 }
 
 impl HttpRequest {
-    /// Parses the head of a request. Returns `None` if the head is incomplete. For a TCP client, `hosts` are the accepted names
-    /// of the `Host:` header.
+    /// Parses the request line and the headers. Returns `None` if they are incomplete. For a TCP client, `hosts` are the
+    /// accepted names of the `Host:` header.
     fn parse(head: &[u8], hosts: Option<&AllowedHosts>) -> Option<Self> {
         let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
         let mut request = httparse::Request::new(&mut headers);

@@ -26,13 +26,13 @@ use super::{MetricsAddress, MetricsError, MetricsOptions, MetricsSource};
 /// promptly is answered long before it becomes the oldest.
 const CLIENTS_MAX: usize = 64;
 
-/// Maximum age at which a metrics text is sent to another client.
+/// Maximum age of a cached metrics text. An older text is created anew for the next client.
 const TEXT_AGE_MAX: Duration = Duration::from_millis(500);
 
 /// Interval of writing the file.
 const FILE_INTERVAL: Duration = Duration::from_secs(15);
 
-/// Pause after a failed accept, for example if descriptors have run out.
+/// Time after a failed accept during which no client is accepted, for example if descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
@@ -233,7 +233,7 @@ impl Drop for MetricsServer {
     }
 }
 
-/// Source of the texts, with a cache of recent ones.
+/// Metrics texts for the clients, made from the server's statistics and cached for [`TEXT_AGE_MAX`].
 struct MetricsTextCache {
     source: Arc<dyn MetricsSource>,
     monotonic_pollers: MonotonicPollerStats,
@@ -258,18 +258,18 @@ impl MetricsTextCache {
     }
 }
 
-/// State of the thread.
+/// State of the metrics thread.
 struct MetricsThreadState {
     socket: Option<MetricsSocket>,
     clients: Vec<HttpConnection>,
     /// The metrics file, and the time of its next write.
     file: Option<(MetricsFile, Duration)>,
-    /// Time until which no client is accepted.
+    /// Time before which no client is accepted, after an accept has failed.
     accept_after: Duration,
     texts: MetricsTextCache,
 }
 
-/// Result of a wait.
+/// Result of waiting for events: which sockets are ready, and whether the thread must stop.
 struct MetricsReadiness {
     should_stop: bool,
     can_accept: bool,
@@ -548,7 +548,7 @@ mod tests {
             &first,
             &figures.text(MetricsFormat::Prometheus)
         ));
-        // Expires the cached texts.
+        // Clears the cache, as if the texts had become too old.
         figures.texts.clear();
         assert!(!Arc::ptr_eq(
             &first,

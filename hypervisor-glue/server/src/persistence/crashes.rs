@@ -40,22 +40,23 @@ use nvme_mpt_memory::crash;
 use nvme_mpt_paths::{OpenDirectory, PathError};
 use thiserror::Error;
 
-/// Number of crashes from which a function is quarantined.
+/// Number of server crashes that quarantine the function which caused them.
 pub(crate) const CRASHES_TO_QUARANTINE: u32 = 2;
 
-/// Number of crashes from which a function is released without reading its state.
+/// Number of server crashes from which not even the state of the function is read: the function is removed, and its VMM loses
+/// the drive.
 pub(super) const CRASHES_TO_RELEASE: u32 = 4;
 
-/// Directory of the reports, in the state directory.
+/// Name of the directory for reports about quarantined functions, in the state directory.
 const REPORTS_DIR: &str = "set-aside";
 
-/// Maximum length of a report's name.
+/// Maximum length of the file name that [`report_name`] makes from an id.
 const NAME_MAX: usize = 200;
 
-/// Name of the key-value thread. This thread catches panics of its database, so its panics must not end the process.
+/// Name of the thread of key-value drives, which catches panics of its database. So its panics must not end the process.
 const CATCHING_THREAD: &str = "key-values";
 
-/// Error of storing a report.
+/// Error of storing a report about a quarantined function.
 #[derive(Debug, Error)]
 pub(crate) enum QuarantineReportError {
     /// The directory cannot be made private to the server's user.
@@ -99,7 +100,7 @@ pub(super) fn write_report(
 
 fn read_contents(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     let file = fs::File::from(file.try_clone_to_owned()?);
-    // The old server created the file, with a size of some megabytes.
+    // The predecessor created the file, with a size of some megabytes.
     let mut bytes = vec![0; usize::try_from(file.metadata()?.len()).unwrap_or(0)];
     file.read_exact_at(&mut bytes, 0)?;
     Ok(bytes)
@@ -116,7 +117,7 @@ fn report_name(id: &str) -> String {
 }
 
 thread_local! {
-    /// True if a panic of this thread ends the process.
+    /// True if a panic of this thread ends the process, in a server with a supervisor.
     static ENDS_PROCESS: Cell<bool> = const { Cell::new(false) };
 }
 

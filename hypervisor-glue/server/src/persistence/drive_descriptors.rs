@@ -1,17 +1,17 @@
 //! Physical drives that a successor takes over without a reset.
 //!
-//! The supervisor stores a descriptor queue for each open drive. In an upgrade, the old server pauses the drive and puts the
-//! [descriptors that the successor needs](nvme_mpt::drive::HostController::hand_over) into the queue. The successor removes
-//! these descriptors before it uses the drive. After a crash, the queue has no such descriptors, and the next server resets the
-//! drive.
+//! The supervisor stores a descriptor queue for each open drive. In an upgrade, the predecessor pauses the drive and puts
+//! the [descriptors that the successor needs](nvme_mpt::drive::HostController::hand_over) into the queue. The successor
+//! removes these descriptors before it uses the drive. After a crash, the queue has no such descriptors, and the next server
+//! resets the drive.
 //!
 //! If a server crashes, the kernel resets the device when its last descriptor closes. But the drive's descriptor queue also
 //! holds the descriptor of the drive's IOMMU and a table of its mappings as long as a server has the drive open. So guest
 //! memory stays pinned and mapped. See `nvme_vfio::DescriptorStore`.
 //!
 //! A handed-over drive may still execute in-flight commands of functions in VMMs, even while no server runs. VMMs must not
-//! treat such commands as ended. Therefore, the drive's descriptor queue also holds the old server's end of its [presence] pipe
-//! until the drive is open again.
+//! treat such commands as ended. Therefore, the drive's descriptor queue also holds the predecessor's end of its [presence]
+//! pipe until the drive is open again.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -28,19 +28,20 @@ use nvme_vfio::DescriptorStore;
 use super::fd_store_registry::FdStoreRegistry;
 use super::{PersistenceError, ServerPersistence};
 
-/// Name prefix of drives.
+/// Prefix of the names under which the supervisor stores descriptor queues of drives.
 pub(super) const DRIVE_PREFIX: &str = "drive-";
 
-/// Number of the message with the descriptors for the successor.
+/// Number, in a drive's descriptor queue, of the message with the descriptors of a hand-over.
 const HANDED_OVER: u64 = 0;
 
-/// Number of the message with the old server's end of the presence pipe.
+/// Number of the message with the predecessor's end of the presence pipe, whose closing shows VMMs that the predecessor has
+/// ended.
 const PRESENCE: u64 = 1;
 
-/// Number of the message with the IOMMU and the mapping table.
+/// Number of the message with the IOMMU's descriptor and the table of its mappings.
 const MAPPINGS: u64 = 2;
 
-/// Descriptor queues of physical drives, by the name under which the supervisor stores them.
+/// Descriptor queues of the physical drives, by the names under which the supervisor stores them.
 #[derive(Debug, Default)]
 pub(super) struct DriveDescriptorQueues(BTreeMap<String, SharedDescriptorQueue>);
 
@@ -85,7 +86,7 @@ fn entry_name(path: &str) -> String {
 }
 
 impl DriveDescriptorQueues {
-    /// Adds a drive's descriptor queue from the old server.
+    /// Adds a drive's descriptor queue, whose two ends the supervisor has stored.
     pub(super) fn insert(&mut self, name: String, ends: Vec<OwnedFd>) -> Result<(), FdStoreError> {
         self.0.insert(
             name,
@@ -113,8 +114,8 @@ impl DriveDescriptorQueues {
             });
         }
         let bag = DescriptorQueue::new()?;
-        // If the supervisor has no room for an empty queue, nothing is lost: the next server resets the drive with and without
-        // it.
+        // If the supervisor's store is full, the empty queue is not stored and nothing is lost: the next server resets the
+        // drive, as it would with an empty queue.
         registry.store_descriptors(&name, &bag.ends())?;
         let bag = SharedDescriptorQueue::new(bag);
         self.0.insert(name, bag.clone());
@@ -126,8 +127,8 @@ impl DriveDescriptorQueues {
 }
 
 impl ServerPersistence {
-    /// Returns the descriptors that the old server left for a drive. Until [`Self::reclaim_drive`] is called, VMMs see the
-    /// old server as running, since its presence pipe stays open.
+    /// Returns the descriptors that the predecessor left for a drive. Until [`Self::reclaim_drive`] is called, VMMs see the
+    /// predecessor as running, since its presence pipe stays open.
     ///
     /// # Errors
     /// [`PersistenceError::Supervisor`].
@@ -157,12 +158,13 @@ impl ServerPersistence {
         Ok(())
     }
 
-    /// Removes all descriptors but those of the IOMMU from a drive's descriptor queue, once the drive works in this process.
+    /// Removes the hand-over's descriptors and the presence pipe from a drive's descriptor queue, once the drive works in this
+    /// process. The IOMMU's descriptors stay.
     pub(crate) fn reclaim_drive(&self, path: &str) {
         self.retain_messages(path, |number| number == MAPPINGS);
     }
 
-    /// Empties the descriptor queue of a drive that is not open.
+    /// Empties the descriptor queue of a drive that could not be opened, so that no process holds the drive's descriptors.
     pub(crate) fn release_drive(&self, path: &str) {
         self.retain_messages(path, |_| false);
     }
@@ -184,8 +186,8 @@ impl ServerPersistence {
         state.drives.0.retain(|name, bag| {
             let is_open = open.contains(name);
             if !is_open {
-                // Empty the queue first. The supervisor may take a moment to close it, and no other process can use the drive
-                // while the IOMMU's descriptor is open.
+                // The queue is emptied first, because the supervisor may take a moment to close it: no other process can use
+                // the drive while any process has the IOMMU's descriptor open.
                 if let Err(error) = bag.clear() {
                     log::error!("Cannot remove {name} from the supervisor: {error}");
                 }
@@ -245,7 +247,7 @@ mod tests {
         bag.lock().put(PRESENCE, &[held.as_fd()]).unwrap();
         bag.lock().put(HANDED_OVER, &[state.as_fd()]).unwrap();
         drop(held);
-        // If the process dies before it has opened the drive, the next process gets the descriptor.
+        // The descriptors stay until the drive is open. If the process dies before, the next one gets them.
         assert_eq!(handed(&mut bags).len(), 1);
         assert!(!has_hung_up(&hangs_up));
         assert!(handed(&mut bags).is_empty());
@@ -275,7 +277,7 @@ mod tests {
         assert!(!has_hung_up(&first));
         let second = keep(2);
         assert!(hangs_up_soon(&first), "it was replaced");
-        // Each later server finds the descriptors, until a server replaces them.
+        // Each server finds the IOMMU's descriptors, until one of them stores others.
         for _ in 0..2 {
             let left = bags.take(&registry, name.clone()).unwrap();
             assert_eq!((left.handed_over.len(), left.crash_leftovers.len()), (0, 2));

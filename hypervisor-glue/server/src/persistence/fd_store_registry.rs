@@ -11,14 +11,15 @@ use nvme_mpt_supervise::{FdStoreClient, FdStoreError};
 use super::SUPERVISOR_TIMEOUT;
 use crate::stats::SUPERVISOR_ENDED;
 
-/// Name prefix of spare descriptors, which are dropped first when the supervisor is full.
+/// Prefix of the names of spare descriptors (see [`SpareDescriptions`](super::SpareDescriptions)). They are the first to be
+/// removed if the supervisor's store is full.
 pub(super) const SPARE_PREFIX: &str = "spare-";
 
 /// Consequence of missing spare descriptors, for log messages.
 pub(super) const MISSING_SPARE_EFFECT: &str =
     "if this server is killed, a lost write of the lease may go unreported";
 
-/// The supervisor, with copies of the descriptors stored there.
+/// Connection to the supervisor, and copies of the descriptors that it stores.
 #[derive(Debug)]
 pub(crate) struct FdStoreRegistry {
     client: Mutex<Arc<FdStoreClient>>,
@@ -34,7 +35,7 @@ struct FdStoreEntry {
     descriptors: Vec<OwnedFd>,
     /// True if the descriptors are not stored with the supervisor, since its store is full or it has ended.
     is_unstored: bool,
-    /// Journal of a function, which a successor checks before it takes over.
+    /// Request log of a function, which a successor checks before it takes over.
     request_log: Option<OwnedFd>,
 }
 
@@ -69,7 +70,7 @@ impl FdStoreRegistry {
         }
     }
 
-    /// Sends a message to the supervisor. Returns `false` if the supervisor has ended.
+    /// Sends a message to the supervisor by `send`. Returns `false` if the supervisor has ended.
     fn send(
         &self,
         send: impl FnOnce(&FdStoreClient) -> Result<(), FdStoreError>,
@@ -86,7 +87,7 @@ impl FdStoreRegistry {
         }
     }
 
-    /// Waits until the supervisor has processed all messages. Returns at once if the supervisor has ended.
+    /// Waits until the supervisor has processed all messages. Returns immediately if the supervisor has ended.
     pub(super) fn await_supervisor(&self) -> Result<(), FdStoreError> {
         self.send(|store| store.barrier(SUPERVISOR_TIMEOUT))
             .map(drop)
@@ -115,7 +116,7 @@ impl FdStoreRegistry {
         Ok(())
     }
 
-    /// Stores descriptors under a name. Returns whether the supervisor had room for them. If it had none, a successor still
+    /// Stores descriptors under a name. Returns whether the supervisor had space for them. Without space, a successor still
     /// gets the descriptors in an upgrade, but not after a crash.
     pub(super) fn store_descriptors(
         &self,
@@ -132,7 +133,7 @@ impl FdStoreRegistry {
         Ok(has_room)
     }
 
-    /// Calls [`Self::store_descriptors`], and logs that `what` would be lost in a crash if the supervisor has no room.
+    /// Calls [`Self::store_descriptors`]. If the supervisor has no space, logs that `what` would be lost in a crash.
     pub(super) fn store_or_report(
         &self,
         what: &str,
@@ -146,7 +147,7 @@ impl FdStoreRegistry {
     }
 
     fn report_unstored(&self, what: &str) {
-        // The end of the supervisor was logged once for all entries.
+        // No message: the end of the supervisor was logged, once for all entries.
         if self.has_supervisor_ended() {
             return;
         }
@@ -158,9 +159,9 @@ impl FdStoreRegistry {
         );
     }
 
-    /// Makes the supervisor's contents match the entries that this process [knows](Self::record_stored). This is needed because
-    /// a predecessor passes on all entries, including those for which the supervisor has no room, and this process may leave
-    /// out other entries than the predecessor.
+    /// Makes the supervisor's contents match the entries that this process [has recorded](Self::record_stored). They can
+    /// differ: a predecessor passes on all entries, including those for which the supervisor has no space, and this process may
+    /// leave out other entries than the predecessor.
     pub(super) fn reconcile_store(&self) -> Result<(), FdStoreError> {
         let entries = self.entries();
         let (left_out, stored): (Vec<_>, Vec<_>) =
@@ -173,7 +174,8 @@ impl FdStoreRegistry {
             self.report_unstored(name);
         }
         for (name, entry) in stored {
-            // Storing an entry again is harmless, since the supervisor ignores descriptors that it has.
+            // An entry may already be stored. Storing it again is harmless, since the supervisor ignores descriptors that it
+            // has.
             let descriptors: Vec<_> = entry.descriptors.iter().map(AsFd::as_fd).collect();
             self.send(|store| store.store(name, &descriptors))?;
         }
@@ -189,7 +191,7 @@ impl FdStoreRegistry {
         self.record_entry(name, descriptors).map(|_| ())
     }
 
-    /// Records copies of the descriptors under a name. Returns whether the supervisor has room for them.
+    /// Records copies of the descriptors under a name. Returns whether the supervisor has space for them.
     fn record_entry(&self, name: &str, descriptors: &[impl AsFd]) -> Result<bool, FdStoreError> {
         let clones = descriptors.iter().map(|fd| clone_descriptor(fd.as_fd()));
         let kept = clones.collect::<Result<Vec<_>, _>>()?;
@@ -208,7 +210,7 @@ impl FdStoreRegistry {
         Ok(has_room)
     }
 
-    /// Returns whether the supervisor has room for `more` descriptors besides `entries`.
+    /// Returns whether the supervisor has space for `more` descriptors besides those of `entries`.
     fn has_space(&self, entries: &BTreeMap<String, FdStoreEntry>, more: usize) -> bool {
         if self.has_supervisor_ended() {
             return false;
@@ -218,8 +220,8 @@ impl FdStoreRegistry {
         (stored + more) as u64 <= self.client().max()
     }
 
-    /// Removes spare descriptors from the supervisor until `more` descriptors fit. An upgrade still passes the removed
-    /// descriptors to the successor. Returns whether the supervisor now has room.
+    /// Removes spare descriptors from the supervisor until `more` descriptors fit. Returns whether the supervisor now has
+    /// space. An upgrade still passes the removed descriptors to the successor.
     fn evict_spares(
         &self,
         entries: &mut BTreeMap<String, FdStoreEntry>,
@@ -248,7 +250,7 @@ impl FdStoreRegistry {
         names.cloned().collect()
     }
 
-    /// Stores entries with the supervisor that were left out before, as far as the supervisor now has room.
+    /// Stores the entries for which the supervisor had no space before, as far as they fit now.
     fn store_unstored(&self) -> Result<(), FdStoreError> {
         let mut entries = self.entries();
         let left_out = entries.iter().filter(|(_, entry)| entry.is_unstored);
@@ -268,7 +270,7 @@ impl FdStoreRegistry {
         Ok(())
     }
 
-    /// Records a function's journal, which an upgrade passes to the successor for reading before it takes over.
+    /// Records a function's request log. An upgrade passes it to the successor, which reads it before it takes over.
     pub(super) fn set_request_log(
         &self,
         name: &str,
@@ -292,15 +294,15 @@ impl FdStoreRegistry {
         copies.collect()
     }
 
-    /// Removes the descriptors of a name from the supervisor. Then stores entries for which the supervisor had no room before,
-    /// as far as they fit now.
+    /// Removes the descriptors of a name from the supervisor. Then stores the entries for which the supervisor had no space
+    /// before, as far as they fit now.
     pub(super) fn forget(&self, name: &str) -> Result<(), FdStoreError> {
         self.entries().remove(name);
         self.send(|store| store.remove(name))?;
         self.store_unstored()
     }
 
-    /// Calls `pass` with all descriptors and their names. Journals have the name `journal`.
+    /// Calls `pass` with all descriptors and their names. Request logs have the name `journal`.
     pub(crate) fn with_all_descriptors<T>(
         &self,
         journal: &str,
@@ -410,7 +412,7 @@ mod tests {
         drop(first);
         registry.check_supervisor();
         assert!(registry.has_supervisor_ended());
-        // VMs connect and disconnect without a supervisor.
+        // Without a supervisor, functions are still recorded and removed as VMs connect and disconnect.
         assert!(!keep("function-2"));
         registry.forget("function-0").unwrap();
         let next = DiscardingFdStore::new();
@@ -426,7 +428,7 @@ mod tests {
             [stored("function-1"), ready()]
         );
         assert_eq!(next.message(), None);
-        // A supervisor that has ended, which the registry has not noticed yet.
+        // The supervisor ends, which the registry has not noticed yet.
         drop(next);
         registry.forget("function-1").unwrap();
         assert!(registry.has_supervisor_ended());
@@ -476,7 +478,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         let passed_on = |max| {
             let registry = supervisor.registry(max);
-            // The old server had the supervisor store the ninth descriptor, and had no capacity for the tenth.
+            // The predecessor stored `function-9` with the supervisor, and had no space for `function-10`.
             for name in ["function-10", "function-9"] {
                 registry.record_stored(name, &[file.as_fd(); 2]).unwrap();
             }

@@ -3,12 +3,12 @@
 //! | name | descriptors |
 //! |---|---|
 //! | `function-N` | both ends of a function's [descriptor queue](nvme_mpt_supervise::DescriptorQueue), see `persisted_function` |
-//! | `memory-BYTES` | memory file of the drive `memory_files:BYTES` |
+//! | `memory-BYTES` | memory file of the drive `memory:BYTES` |
 //! | `faults-HASH` | memory file of a drive's injected faults, by the hash of its path |
 //! | `drive-PCI` | both ends of a physical drive's descriptor queue, see `drive_descriptors` |
-//! | `spare-DRIVE-LEASE` | spare file descriptors of a lease, see `spares` |
-//! | `leases` | ledger of private drives, such as `memory_files:`, that only this process uses |
-//! | `configuration` | initial functions and drives of the next server, in a journal |
+//! | `spare-DRIVE-LEASE` | spare file descriptors of a lease, see `spare_descriptions` |
+//! | `leases` | ledger of private drives, such as `memory:`, that only this process uses |
+//! | `configuration` | initial functions and drives of the next server, in a request log |
 //!
 //! A descriptor is stored before a committed state names it, and removed after the committed state does not name it any longer.
 //! So a crash leaves at most unused descriptors, which the next server closes.
@@ -51,25 +51,25 @@ use crate::stats::{GuestPause, GuestPauseCause, SupervisorStatus};
 /// First argument of the internal process between a supervisor and its command (the first stage).
 pub const FIRST_STAGE: &str = "supervise-first-stage";
 
-/// Name prefix of functions.
+/// Prefix of the names under which the supervisor stores functions.
 const FUNCTION_PREFIX: &str = "function-";
 
-/// Name prefix of `memory_files:` drives.
+/// Prefix of the names of memory files of `memory:` drives.
 const MEMORY_PREFIX: &str = "memory-";
 
-/// Name prefix of injected faults.
+/// Prefix of the names of memory files with drives' injected faults.
 const FAULTS_PREFIX: &str = "faults-";
 
-/// Timeout for the supervisor.
+/// Timeout for the supervisor to process all messages.
 const SUPERVISOR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Interval of checking whether the supervisor runs.
 const SUPERVISOR_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Name of the ledger of private drives.
+/// Name under which the supervisor keeps the ledger of `memory:` and `null:` drives.
 const PRIVATE_LEDGER: &str = "leases";
 
-/// Name of the stored configuration of functions and drives.
+/// Name under which the supervisor keeps the configuration of functions and drives.
 const CONFIGURATION: &str = "configuration";
 
 /// Error of using the supervisor.
@@ -84,7 +84,7 @@ pub enum PersistenceError {
     /// The kernel cannot duplicate a descriptor.
     #[error("Cannot duplicate the descriptor of the stored configuration")]
     Descriptor(#[source] std::io::Error),
-    /// The old server stays in place, or handing over failed.
+    /// The predecessor stays in place, or handing over failed.
     #[error(transparent)]
     Predecessor(#[from] PredecessorError),
     /// The ledger of private drives cannot be read.
@@ -95,7 +95,7 @@ pub enum PersistenceError {
     Configuration(#[from] RequestLogError),
 }
 
-/// Returns the stored configuration of the old server, or `None` if there is none.
+/// Returns the configuration that the predecessor stored; `None` if there is none.
 ///
 /// # Errors
 /// The configuration cannot be read.
@@ -108,16 +108,16 @@ pub(crate) fn persisted_configuration(
     let file = file
         .try_clone_to_owned()
         .map_err(PersistenceError::Descriptor)?;
-    // The old server may still run and write the journal.
+    // The predecessor may still run and write the request log of the configuration.
     match RequestLogContents::read_running(file) {
         Ok(record) => Ok(Some(record.device_state().to_vec())),
-        // The old server ended before it stored a configuration.
+        // The predecessor ended before it stored a configuration.
         Err(RequestLogError::Empty) => Ok(None),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Returns whether the old server left a configuration for this process. Does not read the configuration.
+/// Returns whether the predecessor left a configuration for this process. Does not read the configuration.
 pub fn has_persisted_configuration() -> bool {
     let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
     names.split(':').any(|name| name == CONFIGURATION)
@@ -140,7 +140,7 @@ pub(crate) fn notify(keeping: Option<&ServerPersistence>, assignments: &str) {
     }
 }
 
-/// A server's state in its supervisor.
+/// State that this server stores with its supervisor, or has inherited from its predecessor.
 #[derive(Debug)]
 pub(crate) struct ServerPersistence {
     registry: Arc<FdStoreRegistry>,
@@ -150,15 +150,15 @@ pub(crate) struct ServerPersistence {
     spares: Arc<SpareDescriptions>,
     /// Start of the pause of functions that this process restores.
     pause_start: GuestPauseStart,
-    /// Old server that this process replaces.
+    /// Predecessor that this process replaces; `None` if the process was not started by a running server.
     predecessor: Option<ReleasedPredecessor>,
 }
 
-/// Start of the pause of functions that a successor restores.
+/// Start of the pause of the functions that this server restores, and its cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GuestPauseStart {
     cause: GuestPauseCause,
-    /// Time on the host's clock.
+    /// Time when the pause began, on the host's monotonic clock.
     time: Duration,
 }
 
@@ -178,7 +178,7 @@ impl GuestPauseStart {
     /// Returns the pause from this start to `end`.
     pub(crate) fn pause_until(self, end: Duration) -> GuestPause {
         let Self { cause, time: at } = self;
-        // The start comes from another process, perhaps of another release.
+        // The start comes from another process, perhaps of another release, so it may be wrong and later than `end`.
         let seconds = end.saturating_sub(at).as_secs_f64();
         GuestPause { cause, seconds }
     }
@@ -186,13 +186,13 @@ impl GuestPauseStart {
 
 #[derive(Debug)]
 struct PersistenceState {
-    /// Journal of the stored configuration. `None` until it is first stored.
+    /// Request log in which the configuration is stored; `None` until it is first stored.
     configuration: Option<RequestLog>,
-    /// Functions of the old server that are not restored yet, by the path of their socket.
+    /// Functions of the predecessor that are not restored yet, by the path of their socket.
     restorable: BTreeMap<PathBuf, RestorableFunction>,
-    /// Ledger of drives that only this process has.
+    /// Ledger of private drives: those that only this process can have, `memory:` and `null:`.
     private_ledger: Ledger,
-    /// Contents of `memory_files:` drives, by size in bytes.
+    /// Memory files with the contents of `memory:` drives, by size in bytes.
     memory_files: BTreeMap<u64, MemoryFile>,
     /// Faults of drives that this process has not opened yet, by name in the supervisor.
     fault_files: BTreeMap<String, MemoryFile>,
@@ -203,8 +203,8 @@ struct PersistenceState {
 impl ServerPersistence {
     /// Connects to the supervisor and reads the stored state. Returns `None` without a supervisor.
     ///
-    /// If this process replaces a running server, first calls `check`, and continues only if it succeeds. Then waits until the
-    /// old server has paused its functions and handed them over. After that, the old server [may still
+    /// If this process replaces a running server, first calls `check`, and continues only if it succeeds. Then waits until
+    /// the predecessor has paused its functions and handed them over. After that, the predecessor [may still
     /// run](Self::await_predecessor_end).
     ///
     /// # Errors
@@ -265,7 +265,7 @@ impl ServerPersistence {
         let mut state = PersistenceState {
             configuration: match configuration {
                 Some(Ok((journal, _))) => Some(journal),
-                // The journal cannot be read, which `persisted_configuration` has reported. A new journal will replace it.
+                // The request log cannot be read, which `persisted_configuration` has reported. A new one will replace it.
                 Some(Err(_)) => {
                     registry.forget(CONFIGURATION)?;
                     None
@@ -301,8 +301,8 @@ impl ServerPersistence {
                             leaving.dismiss();
                             leaving.await_end().map_err(PredecessorError::from)?;
                         }
-                        // Once the supervisor has removed the entry, the function's socket is closed, and a new function can
-                        // use its path.
+                        // The supervisor has the function's socket open. Once it has removed the entry, a new function can use
+                        // the socket's path.
                         shelf.forget_and_wait();
                     }
                 }
@@ -323,7 +323,7 @@ impl ServerPersistence {
                     registry.forget(&name)?;
                 }
             } else if name.starts_with(SPARE_PREFIX) {
-                // Restored with its lease, or removed with its drive.
+                // An entry of a spare description stays: it is used with its lease, or removed with its drive.
             } else {
                 log::warn!("The supervisor has \"{name}\", which this server does not know");
             }
@@ -346,8 +346,8 @@ impl ServerPersistence {
         keeping
     }
 
-    /// Creates a keeping beside an old server, which is this process. Also returns the socket of a supervisor that reads
-    /// nothing, and the old server's end of the upgrade socket.
+    /// Creates the state of a server whose predecessor is this process. Also returns the socket of a supervisor that reads
+    /// nothing, and the predecessor's end of the upgrade socket.
     #[cfg(test)]
     pub(crate) fn beside_predecessor_with(
         folder: &Path,
@@ -381,7 +381,7 @@ impl ServerPersistence {
         (keeping, supervisor, server)
     }
 
-    /// Returns whether this process was started to replace another server. Until the old server has
+    /// Returns whether this process was started to replace another server. Until the predecessor has
     /// [ended](Self::await_predecessor_end), it may still own sockets.
     pub(crate) fn has_predecessor(&self) -> bool {
         self.predecessor.is_some()
@@ -393,14 +393,14 @@ impl ServerPersistence {
         leaving.is_some_and(|leaving| leaving.has_pid(number))
     }
 
-    /// Tells the old server that it may end, since all functions that can be restored beside it are served.
+    /// Tells the predecessor that it may end, since all functions that can be restored beside it are served.
     pub(crate) fn dismiss_predecessor(&self) {
         if let Some(leaving) = &self.predecessor {
             leaving.dismiss();
         }
     }
 
-    /// Tells the old server to end, and waits until it has ended. Afterwards, only this process has the functions' sockets.
+    /// Tells the predecessor to end, and waits until it has ended. Afterwards, only this process has the functions' sockets.
     pub(crate) fn end_predecessor(&self) {
         self.dismiss_predecessor();
         if let Err(error) = self.await_predecessor_end() {
@@ -408,7 +408,7 @@ impl ServerPersistence {
         }
     }
 
-    /// Waits until the old server has ended.
+    /// Waits until the predecessor has ended.
     ///
     /// # Errors
     /// [`PersistenceError::Predecessor`] with the kernel's error.
@@ -419,7 +419,7 @@ impl ServerPersistence {
         }
     }
 
-    /// Returns whether the old server left functions that are not restored yet.
+    /// Returns whether the predecessor left functions that are not restored yet.
     pub(crate) fn has_restorable_functions(&self) -> bool {
         !self.state().restorable.is_empty()
     }
@@ -492,7 +492,7 @@ impl ServerPersistence {
         })
     }
 
-    /// Returns all entries in the supervisor, for a successor process.
+    /// Returns the entries in the supervisor, which an upgrade passes to the successor.
     pub(crate) fn registry(&self) -> &FdStoreRegistry {
         &self.registry
     }
@@ -530,8 +530,8 @@ impl ServerPersistence {
         }
     }
 
-    /// Reads the descriptors of a function that could not be restored again, so that a later attempt or a successor may restore
-    /// the function.
+    /// Makes a function that could not be restored restorable again: reads its descriptors anew, for a later attempt or a
+    /// successor.
     pub(crate) fn reread_function(&self, shelf: &FdStoreKey) {
         let descriptors = self.registry.descriptors(&shelf.name);
         let read = descriptors.map_err(RestoreError::from);
@@ -548,18 +548,19 @@ impl ServerPersistence {
         }
     }
 
-    /// Removes and returns the old server's function with this socket.
+    /// Removes and returns the predecessor's function with this socket.
     pub(crate) fn take_function(&self, socket: &Path) -> Option<RestorableFunction> {
         self.state().restorable.remove(socket)
     }
 
-    /// Puts back a function that cannot be restored now, so that a later attempt or a successor may restore it.
+    /// Puts back a function that [`Self::take_function`] returned and that cannot be restored now, for a later attempt or a
+    /// successor.
     pub(crate) fn return_function(&self, function: RestorableFunction) {
         let socket = function.socket().to_owned();
         self.state().restorable.insert(socket, function);
     }
 
-    /// Returns whether the old server had a function with this socket that is not restored yet.
+    /// Returns whether the predecessor had a function with this socket that is not restored yet.
     pub(crate) fn has_function(&self, socket: &Path) -> bool {
         self.state().restorable.contains_key(socket)
     }
@@ -574,14 +575,14 @@ impl ServerPersistence {
             .map(RestorableFunction::restore_order)
     }
 
-    /// Returns the guest memory of the old server's function with this socket, as places in files with lengths in bytes.
+    /// Returns the guest memory of the predecessor's function with this socket, as ranges of files with their lengths in bytes.
     pub(crate) fn function_memory(&self, socket: &Path) -> Vec<(MappedFile, u64)> {
         let state = self.state();
         let function = state.restorable.get(socket);
         function.map_or_else(Vec::new, RestorableFunction::mapped_memory)
     }
 
-    /// Removes the stored state of the old server's functions for whose sockets `is_wanted` returns false.
+    /// Removes the stored state of the predecessor's functions for whose sockets `is_wanted` returns false.
     pub(crate) fn retain_functions(&self, is_wanted: impl Fn(&Path) -> bool) {
         let mut state = self.state();
         let all = std::mem::take(&mut state.restorable);
@@ -597,7 +598,7 @@ impl ServerPersistence {
         }
     }
 
-    /// Allocates a supervisor entry for a new function.
+    /// Allocates a name under which the supervisor will store a new function.
     pub(crate) fn allocate_store_key(&self) -> FdStoreKey {
         let mut state = self.state();
         let number = state.next_function;
@@ -616,7 +617,7 @@ impl ServerPersistence {
         self.state().private_ledger.clone()
     }
 
-    /// Returns the memory file of the drive `memory_files:BYTES`. If there is none yet, creates one that reads as zeros.
+    /// Returns the memory file of the drive `memory:BYTES`. If there is none yet, creates one that reads as zeros.
     ///
     /// # Errors
     /// [`PersistenceError::Memory`], [`PersistenceError::Supervisor`].
@@ -634,9 +635,9 @@ impl ServerPersistence {
         Ok(file)
     }
 
-    /// Returns the memory file for the faults of a drive that this process opens. The first call for a drive returns the old
-    /// server's file if there is one. All other calls return a new file, since opening a drive again clears its recorded
-    /// faults.
+    /// Returns the memory file for the faults of a drive that this process opens. The first call for a drive returns the
+    /// predecessor's file if there is one. All other calls return a new file, since opening a drive again clears its
+    /// recorded faults.
     ///
     /// # Errors
     /// [`PersistenceError::Memory`], [`PersistenceError::Supervisor`].
@@ -654,7 +655,7 @@ impl ServerPersistence {
         Ok(MemoryFile(Arc::new(file)))
     }
 
-    /// Removes the faults of a closed drive.
+    /// Removes the injected faults of a closed drive from the supervisor.
     pub(crate) fn forget_faults(&self, path: &DrivePath) {
         let name = faults_name(path);
         self.state().fault_files.remove(&name);
@@ -666,7 +667,7 @@ impl ServerPersistence {
         }
     }
 
-    /// Removes the content of a closed drive.
+    /// Removes the content of a closed `memory:` drive from the supervisor.
     pub(crate) fn forget_memory(&self, bytes: u64) {
         if self.state().memory_files.remove(&bytes).is_some()
             && let Err(error) = self.registry.forget(&memory_name(bytes))
@@ -684,7 +685,7 @@ impl ServerPersistence {
     }
 }
 
-/// Returns the number after a prefix.
+/// Parses the number after a prefix of an entry's name; `None` if the name has another form.
 fn parse_number_after(prefix: &str, name: &str) -> Option<u64> {
     name.strip_prefix(prefix)?.parse().ok()
 }
@@ -706,7 +707,7 @@ fn fnv1a_hash(text: &str) -> u64 {
     })
 }
 
-/// Opens or creates the ledger of private drives.
+/// Opens the ledger of private drives from the predecessor's descriptor, or creates one and stores it.
 fn open_private_ledger(
     registry: &FdStoreRegistry,
     kept: Vec<OwnedFd>,

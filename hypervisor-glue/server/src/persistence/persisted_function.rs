@@ -4,13 +4,13 @@
 //!
 //! | number | descriptor |
 //! |---|---|
-//! | 0 | the journal: the request log of the client's connection, and the [state](PersistedFunctionState) |
+//! | 0 | the request log: that of the client's connection, and the [state](PersistedFunctionState) |
 //! | 1 | the listening socket |
 //! | 2, 3 | doorbells, in-flight state |
 //! | 4 and up | the client's socket, files of its memory and eventfds of its vectors; each number is used once |
 //!
-//! A descriptor is put into the queue before a state that names it is committed to the journal. The descriptor is removed after
-//! a state that does not name it is committed.
+//! A descriptor is put into the queue before a state that names it is committed to the request log. It is removed after a state
+//! that does not name it is committed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -46,7 +46,7 @@ use super::crashes::{
 use super::fd_store_registry::FdStoreRegistry;
 
 /// Version of [`PersistedFunctionState`] and of the layouts of doorbells and in-flight state. A successor checks the version
-/// before the old server ends, and the layouts afterwards.
+/// before the predecessor ends, and the layouts afterwards.
 const VERSION: u32 = 1;
 
 const REQUEST_LOG: u64 = 0;
@@ -55,7 +55,8 @@ const DOORBELLS: u64 = 2;
 const INFLIGHT: u64 = 3;
 const FIRST_CLIENT_NUMBER: u64 = 4;
 
-/// Number of unused messages in a descriptor queue from which they are removed.
+/// Number by which the unused messages in a function's descriptor queue may exceed the used ones. Beyond it, the unused
+/// messages are removed.
 const UNUSED_MESSAGES_MAX: usize = 64;
 
 /// Error of reading a stored function.
@@ -67,10 +68,10 @@ pub(crate) enum RestoreError {
     /// The descriptor queue lacks a descriptor.
     #[error("descriptor {0} is missing")]
     Missing(u64),
-    /// The journal is invalid.
+    /// The function's request log is invalid.
     #[error(transparent)]
     RequestLog(#[from] RequestLogError),
-    /// The state is invalid.
+    /// The stored state is not JSON of the expected form.
     #[error("its state cannot be read")]
     State(#[from] serde_json::Error),
     /// Another release wrote the state.
@@ -87,7 +88,7 @@ pub(crate) enum RestoreError {
     Io(#[from] io::Error),
 }
 
-/// Entry of a function in the supervisor.
+/// Name under which the supervisor stores a function, with the connection to the supervisor.
 #[derive(Clone, Debug)]
 pub(crate) struct FdStoreKey {
     pub(super) name: String,
@@ -144,7 +145,7 @@ struct PersistedFunctionState {
     client: PersistedClient,
 }
 
-/// State of a function's client.
+/// State of the VMM's vfio-user connection to a function.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PersistedClient {
@@ -154,10 +155,11 @@ pub(crate) struct PersistedClient {
     pub(crate) user: Option<u32>,
     regions: Vec<PersistedRegion>,
     pub(crate) vectors: Vec<PersistedVector>,
-    /// Type of the connected interrupts. Omitted for MSI-X.
+    /// Type of the connected interrupts. The JSON omits the value for MSI-X.
     #[serde(default, skip_serializing_if = "InterruptType::are_msix")]
     interrupts: InterruptType,
-    /// Number of the eventfd by which the client reports that the INTx pin's level fell. Omitted if there is none.
+    /// Number, in the descriptor queue, of the eventfd by which the client reports that the INTx pin's level fell. The JSON
+    /// omits the value if there is no such eventfd.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     acknowledged: Option<u64>,
 }
@@ -198,7 +200,7 @@ struct PersistedRegion {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PersistedVector {
-    /// Number of the message with the eventfd, and the eventfd's index in this message.
+    /// Number of the message in the descriptor queue that has the eventfd, and the eventfd's index in this message.
     eventfd: Option<(u64, usize)>,
     pub(crate) masked: bool,
 }
@@ -237,7 +239,7 @@ impl FileKey {
     }
 }
 
-/// Restored parts of a client.
+/// A client's connections and memory, restored from the stored state and descriptors.
 #[derive(Debug)]
 pub(crate) struct RestoredClient {
     /// User id of the client's process.
@@ -257,7 +259,7 @@ pub(crate) struct RestoredVector {
     pub(crate) eventfd: Option<EventFd>,
 }
 
-/// A stored function of the old server.
+/// A function of the predecessor, read from the supervisor and not restored yet.
 #[derive(Debug)]
 pub(crate) struct RestorableFunction {
     store_key: FdStoreKey,
@@ -265,12 +267,13 @@ pub(crate) struct RestorableFunction {
     state: PersistedFunctionState,
     contents: BTreeMap<u64, Vec<OwnedFd>>,
     request_log: RequestLog,
-    /// Crash record of the function; `None` if the in-flight state is invalid, so that the function cannot be restored.
+    /// Counter of server crashes that the function caused; `None` if the in-flight state is invalid, so that the function
+    /// cannot be restored.
     crash_record: Option<CrashRecord>,
-    /// Bytes of guest memory that were being pinned when the old server ended.
+    /// Bytes of the VM's memory that were being pinned when the predecessor ended; `None` if it was pinning none.
     interrupted_pinning: Option<u64>,
-    /// Bytes of guest memory that were being pinned when the kernel killed a process for lack of memory; `None` if it killed
-    /// none.
+    /// Bytes of the VM's memory that were being pinned when the kernel killed a process for lack of memory; `None` if the
+    /// kernel killed no process meanwhile.
     exhausting_pinning: Option<u64>,
 }
 
@@ -279,7 +282,7 @@ pub(crate) struct RestorableFunction {
 pub(crate) enum QuarantineReason {
     /// Number of server crashes that the function caused.
     Crashes(u32),
-    /// The kernel killed the server for lack of memory while this many bytes were being pinned.
+    /// The kernel killed a process for lack of memory while this number of bytes of the VM's memory were being pinned.
     Exhaustion(u64),
 }
 
@@ -302,14 +305,14 @@ impl fmt::Display for QuarantineReason {
 /// The order compares `was_pinning` before `mapped_bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct RestoreOrder {
-    /// True if memory was being pinned for the function when the old server ended. The pinning may have caused the old server's
-    /// end, so such functions come last.
+    /// True if memory was being pinned for the function when the predecessor ended. The pinning may have caused the
+    /// predecessor's end, so such functions come last.
     pub(crate) was_pinning: bool,
     /// Bytes that the client has mapped. Pinning tens of GiB for a physical drive takes seconds.
     pub(crate) mapped_bytes: u64,
 }
 
-/// Parts of a stored function, for restoring it.
+/// State and descriptors of a stored function that restoring it needs.
 #[derive(Debug)]
 pub(crate) struct RestoredFunction {
     pub(crate) function_state: FunctionState,
@@ -320,7 +323,7 @@ pub(crate) struct RestoredFunction {
     pub(crate) persisted: Arc<PersistedFunction>,
 }
 
-/// Parts of a stored function, for quarantining it.
+/// State and descriptors of a stored function that quarantining it needs.
 #[derive(Debug)]
 pub(crate) struct QuarantinedFunction {
     pub(crate) function_state: FunctionState,
@@ -331,17 +334,17 @@ pub(crate) struct QuarantinedFunction {
     pub(crate) crash_record: CrashRecord,
 }
 
-/// Resources that a successor needs for a function in addition to those of the old server, which still runs.
+/// Resources that a successor needs for a function in addition to those of the predecessor, which still runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SuccessorRequirements {
-    /// Number of descriptors in the client's state.
+    /// Number of descriptors of the client that the successor gets: its socket, memory files and eventfds.
     pub(super) descriptors: usize,
-    /// True if the client is not trusted and has connected vectors.
+    /// True if the client is not trusted and has connected vectors. Signals to such a client need asynchronous I/O.
     pub(super) has_untrusted_vectors: bool,
 }
 
-/// Checks that this release can read a function's journal, which the running old server may still change. Returns the resources
-/// that the function needs.
+/// Checks that this release can read a function's request log, which the running predecessor may still change. Returns the
+/// resources that the function needs.
 pub(super) fn check_requirements(journal: OwnedFd) -> Result<SuccessorRequirements, RestoreError> {
     let record = RequestLogContents::read_running(journal)?;
     let PersistedFunctionState { client, .. } = parse_state(record.device_state())?;
@@ -398,7 +401,7 @@ impl RestorableFunction {
         self.crash_record.clone()
     }
 
-    /// Returns why the function must be quarantined, if so.
+    /// Returns the reason why the function must be quarantined; `None` if it can be restored.
     pub(crate) fn quarantine_reason(&self) -> Option<QuarantineReason> {
         let crashes = self.crash_record.as_ref().map(CrashRecord::crashes);
         let crashes = crashes.filter(|crashes| *crashes >= CRASHES_TO_QUARANTINE);
@@ -446,8 +449,8 @@ impl RestorableFunction {
         })
     }
 
-    /// Blames one function for a memory shortage: the function with the most bytes being pinned. The other functions are
-    /// restored last. Functions that a previous server blamed stay blamed.
+    /// Decides which function is quarantined if the kernel killed a process for lack of memory: the one with the most bytes
+    /// being pinned. The other functions are restored last. Functions that an earlier server blamed stay blamed.
     pub(super) fn blame_one<'a>(functions: impl Iterator<Item = &'a mut Self>) {
         let mut suspects: Vec<_> = functions
             .filter_map(|function| {
@@ -513,8 +516,8 @@ impl RestorableFunction {
         places.collect()
     }
 
-    /// Returns the function's doorbell and in-flight files, for attaching to the drive. Queues cannot be restored without these
-    /// files.
+    /// Returns the files with the function's doorbells and in-flight state, with which the new server attaches to the drive.
+    /// Queues cannot be restored without these files.
     pub(crate) fn shared_parts(&self) -> SharedBackendPartsSource {
         let clone = |number| clone_descriptor(&self.contents, number, 0).ok();
         let files = clone(DOORBELLS).zip(clone(INFLIGHT));
@@ -535,7 +538,7 @@ impl RestorableFunction {
         shelf.forget_and_wait();
     }
 
-    /// Splits the function into the parts for restoring it.
+    /// Reads the function's state, and takes its descriptors out of their messages, for restoring it.
     pub(crate) fn into_restored(self) -> Result<RestoredFunction, RestoreError> {
         let Self {
             store_key: shelf,
@@ -608,7 +611,7 @@ impl RestorableFunction {
                 client,
                 committed_numbers: named,
                 committing_numbers: None,
-                // The old server may have ended before it removed unused files.
+                // The predecessor may have ended before it removed unused files.
                 has_stale_files: true,
                 is_changed: false,
                 last_state: Vec::new(),
@@ -666,21 +669,21 @@ pub(crate) struct PersistedFunction {
 #[derive(Debug)]
 struct PersistedFunctionInner {
     queue: DescriptorQueue,
-    /// Number of the next message.
+    /// Number that the next message in the descriptor queue gets.
     next_number: u64,
     /// Number of messages in the descriptor queue.
     message_count: usize,
     files: BTreeMap<FileKey, u64>,
     client: PersistedClient,
-    /// Numbers named by the last committed state.
+    /// Numbers of the messages that the last committed state names.
     committed_numbers: BTreeSet<u64>,
-    /// Numbers named by the state that is being committed.
+    /// Numbers of the messages that the state being committed names; `None` if no commit is in progress.
     committing_numbers: Option<BTreeSet<u64>>,
     /// True if the descriptor queue still has files of unmapped memory, or the socket of a disconnected client, in whose buffer
     /// files may be. These may be the last references to the memory of a VM that has ended.
     has_stale_files: bool,
     is_changed: bool,
-    /// Last encoded state.
+    /// Last state that [`PersistedFunction::state_to_commit`] has returned, by which it recognises an unchanged state.
     last_state: Vec<u8>,
 }
 
@@ -761,14 +764,14 @@ impl PersistedFunction {
         Ok(())
     }
 
-    /// Records the user of a new client.
+    /// Records the user id of a new client's process.
     pub(crate) fn set_user(&self, user: Option<u32>) {
         let mut inner = self.inner();
         inner.client.user = user;
         inner.is_changed = true;
     }
 
-    /// Removes the client from the state.
+    /// Removes the client from the function's state, because it has disconnected.
     pub(crate) fn forget_client(&self) {
         let mut inner = self.inner();
         inner.has_stale_files |= inner.client.stream.is_some();
@@ -841,7 +844,7 @@ impl PersistedFunction {
         inner.is_changed = true;
     }
 
-    /// Forgets files of which no region is mapped, such as a file whose mapping failed.
+    /// Forgets the numbers of files of which no region is mapped, such as a file whose mapping failed.
     pub(crate) fn forget_unused_files(&self) {
         self.inner().forget_unused_files();
     }
@@ -857,7 +860,7 @@ impl PersistedFunction {
             return;
         }
         let named = inner.client.message_numbers();
-        // If this fails, the next forgotten file triggers another attempt.
+        // After an error here, the messages stay until the next file is forgotten.
         if let Err(error) = inner.remove_unused_messages(&named) {
             log::warn!(
                 "{}: cannot remove unused memory files from the supervisor: {error}",
@@ -977,8 +980,8 @@ pub(crate) struct NumberedRegion {
 }
 
 impl PersistedFunctionInner {
-    /// Forgets files of which no region is mapped. If such a file is mapped again, it gets a new number, since its message may
-    /// have been removed from the descriptor queue.
+    /// Forgets the numbers of files of which no region is mapped. If such a file is mapped again, it gets another number, since
+    /// its message may have been removed from the descriptor queue.
     fn forget_unused_files(&mut self) {
         let used = self.client.regions.iter().map(|region| region.file);
         let used: BTreeSet<u64> = used.collect();
@@ -1016,7 +1019,7 @@ impl PersistedFunctionInner {
         Ok(number)
     }
 
-    /// Removes messages that neither the committed state nor the current one names.
+    /// Removes the messages that no state names: neither the committed one, nor the one being committed, nor the present one.
     fn remove_unused_messages(&mut self, named: &BTreeSet<u64>) -> io::Result<()> {
         let files: BTreeSet<u64> = self.files.values().copied().collect();
         let used = |number: u64| {
@@ -1035,7 +1038,7 @@ impl PersistedFunctionInner {
     }
 }
 
-/// Stores the function's state while a register access or a turn of the control thread is still in progress.
+/// Store through which the function saves its state in the middle of a register access or of a turn of the control thread.
 #[derive(Debug)]
 pub(crate) struct FunctionStateSaver(pub(crate) Arc<PersistedFunction>);
 
@@ -1144,7 +1147,7 @@ mod tests {
         let live = InflightFile::new(1).unwrap();
         let crashed = File::from(live.fd().try_clone_to_owned().unwrap());
         let read = |crashes: u64| {
-            // The crash count follows the record of lost writes.
+            // The crash count is at this offset, behind the record of lost writes.
             crashed.write_all_at(&crashes.to_le_bytes(), 72).unwrap();
             let bag = DescriptorQueue::new().unwrap();
             bag.put(INFLIGHT, &[live.fd()]).unwrap();
@@ -1164,7 +1167,7 @@ mod tests {
         }
     }
 
-    /// Checks also that the message numbers in the descriptor queue do not change.
+    /// A later release must find each descriptor under the same number, so the test checks these numbers, too.
     #[test]
     fn a_persisted_function_is_restored() {
         let folder = tempfile::tempdir().unwrap();

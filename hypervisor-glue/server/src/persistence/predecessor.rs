@@ -1,22 +1,24 @@
 //! Replacing a running server by a new process: both sides of the protocol.
 //!
-//! | step | old server | successor |
+//! | step | predecessor | successor |
 //! |---|---|---|
 //! | 1 | starts the successor with all supervisor entries, a socket and its VMMs' lease protocol version | checks its configuration, the functions' states and that version; opens drives in files; starts its threads; sends "ready" |
 //! | 2 | pauses all functions, names the successor to the supervisor, sends "ends" | waits |
 //! | 3 | releases all leases, sends "released" | restores all functions, lets its pollers reach their queues, sends "serves" |
 //! | 4 | ends | serves its other sockets |
 //!
-//! If the successor is late or cannot read a state before step 2 is complete, the old server continues. After step 2, the old
-//! server can only end, and its functions stay paused there. If the successor then dies, the supervisor starts a new server.
+//! If the successor is late or cannot read a state before step 2 is complete, the predecessor continues. After step 2, the
+//! predecessor can only end, and its functions stay paused there. If the successor then dies, the supervisor starts a new
+//! server.
 //!
 //! | crash of | before the naming | between the naming and "ends" | after "ends" |
 //! |---|---|---|---|
-//! | the old server | the successor ends, the supervisor starts a new server | the same | the successor continues |
-//! | the successor | the old server continues | the supervisor ends the old server and starts a new one | the same |
+//! | the predecessor | the successor ends, the supervisor starts a new server | the same | the successor continues |
+//! | the successor | the predecessor continues | the supervisor ends the predecessor and starts a new one | the same |
 //!
-//! If the old server has a VMM's lease, or a drive that only one process can open, it does not send "released" in step 3. The
-//! successor then waits until the old server has ended. The successor also waits for the end of servers of earlier releases.
+//! If the predecessor has a VMM's lease, or a drive that only one process can open, it does not send "released" in step 3.
+//! The successor then waits until the predecessor has ended. The successor also waits for the end of servers of earlier
+//! releases.
 
 use std::env;
 use std::ffi::OsString;
@@ -41,21 +43,21 @@ use super::fd_store_registry::FdStoreRegistry;
 use super::persisted_function::{RestoreError, SuccessorRequirements, check_requirements};
 use crate::confinement::LandlockRefusal;
 
-/// Name of the successor's end of the socket.
+/// Name under which the successor inherits its end of the upgrade socket.
 const SOCKET_NAME: &str = "predecessor";
 
-/// Name of the descriptors of functions' journals, which a successor reads before it takes over.
+/// Name under which the successor inherits the request logs of functions, which it reads before it takes over.
 const REQUEST_LOG_NAME: &str = "journal";
 
-/// Environment variable with the lease protocol version that VMMs with leases speak to the old server. Empty if no VMM has a
-/// lease.
+/// Environment variable with the lease protocol version that VMMs with leases speak to the predecessor. Empty if no VMM has
+/// a lease.
 const LEASE_PROTOCOL_VARIABLE: &str = "NVME_MPT_LEASE_PROTOCOL";
 
 /// Message of a successor that is ready to take over.
 const READY: u8 = b'r';
 
 /// Byte after [`READY`] in the same message, with which the successor says that it waits only for [`RELEASED`]. Earlier
-/// releases do not send this byte and wait for the old server's end.
+/// releases do not send this byte and wait for the predecessor's end.
 const AWAITS_RELEASE: u8 = b'b';
 
 /// Message of a server that is about to end for its successor. The time at which its functions were asked to pause follows, in
@@ -68,19 +70,20 @@ const RELEASED: u8 = b'l';
 /// Message of a successor that serves all functions that it can restore.
 const SERVING: u8 = b's';
 
-/// Message of a successor that cannot take over. The reason follows as text. Earlier releases end without this message.
+/// Message of a successor that cannot take over. The reason follows as text. A successor of an earlier release ends without
+/// this message.
 const FAILED: u8 = b'f';
 
-/// Maximum length of a reason, in bytes.
+/// Maximum length in bytes of the reason that follows [`FAILED`].
 const REASON_MAX: u64 = 16 << 10;
 
-/// Timeout for a successor to become ready.
+/// Timeout for a successor to send [`READY`].
 const READY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Timeout for a successor to serve its functions. After the timeout, the old server ends as well.
+/// Timeout for a successor to send [`SERVING`]. After the timeout, the predecessor ends as well.
 const SERVING_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Poll interval while waiting.
+/// Interval of checking, during a wait, whether this server has to end itself.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Error of taking over from another server.
@@ -107,7 +110,7 @@ pub enum PredecessorError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// The old server continues, or has died.
+    /// The predecessor continues to serve, or has died and is restarted by the supervisor.
     #[error("The previous server continues, or has died and is restarted")]
     Continues,
     /// The kernel's error.
@@ -115,28 +118,28 @@ pub enum PredecessorError {
     Io(#[from] io::Error),
 }
 
-/// Connection that tells the old server why this process cannot take over.
+/// Connection that tells the predecessor why this process cannot take over.
 #[derive(Debug)]
 pub struct FailureReport(UnixStream);
 
 impl FailureReport {
-    /// Returns the connection to the old server; `None` if this process was not started to replace a server.
+    /// Returns the connection to the predecessor; `None` if this process was not started to replace a server.
     pub fn connect(inherited: &InheritedDescriptors) -> Option<Self> {
         let socket = inherited.get(SOCKET_NAME).next()?;
         let socket = socket.try_clone_to_owned().ok()?;
         Some(Self(socket.into()))
     }
 
-    /// Sends the reason, if the old server still waits for it.
+    /// Sends the reason, if the predecessor still waits for it.
     pub fn send(mut self, reason: &str) {
         let mut message = vec![FAILED];
         message.extend(reason.as_bytes());
-        // The server may have ended.
+        // The write fails only if the server has ended, and then the reason is not needed.
         let _ = self.0.write_all(&message);
     }
 }
 
-/// The server that started this process as its successor.
+/// The running server that started this process as its successor.
 #[derive(Debug)]
 pub(super) struct PredecessorProcess {
     socket: UnixStream,
@@ -144,7 +147,7 @@ pub(super) struct PredecessorProcess {
 }
 
 impl PredecessorProcess {
-    /// Finds the old server that started this process, and checks that this release can read the present states of its
+    /// Finds the predecessor that started this process, and checks that this release can read the present states of its
     /// functions.
     pub(super) fn find(
         inherited: &mut InheritedDescriptors,
@@ -170,8 +173,8 @@ impl PredecessorProcess {
         }))
     }
 
-    /// Sends "ready" and waits until all functions can be restored. Returns the time at which the functions were asked to
-    /// pause, by the host's clock.
+    /// Sends [`READY`], and waits until the predecessor has paused its functions and handed them over. Returns the time at
+    /// which the functions were asked to pause, by the host's clock.
     pub(super) fn await_hand_over(
         self,
     ) -> Result<(Duration, ReleasedPredecessor), PredecessorError> {
@@ -187,7 +190,7 @@ impl PredecessorProcess {
         }
         let told = system::host_time();
         let mut rested = [0; 8];
-        // Earlier releases do not send the time.
+        // A predecessor of an earlier release does not send the time.
         let rested = match socket.read_exact(&mut rested) {
             Ok(()) => Duration::from_nanos(u64::from_le_bytes(rested)),
             Err(_) => told,
@@ -215,19 +218,19 @@ const DESCRIPTORS_PER_FUNCTION: usize = 28;
 /// Threads and descriptors of the server itself.
 const SERVER_RESERVE: usize = 16;
 
-/// Allocates all resources that the old server's functions will need here, and frees them again, while the old server still
-/// serves the functions. So a shortage is found before the old server releases its functions.
+/// Allocates all resources that the predecessor's functions will need here, and frees them again, while the predecessor
+/// still serves the functions. So a shortage is found before the predecessor releases its functions.
 fn try_resources(needs: &[SuccessorRequirements]) -> Result<(), PredecessorError> {
     let scarce = |what| move |source| PredecessorError::Scarce { what, source };
     if needs.iter().any(|needs| needs.has_untrusted_vectors) {
-        // Stays allocated.
+        // The notifier stays allocated, since the functions will need it.
         let shared = EventfdNotifier::shared();
         shared.map_err(scarce(
             "contexts of asynchronous I/O, which carry interrupts to clients of other users",
         ))?;
     }
     let clients: usize = needs.iter().map(|needs| needs.descriptors).sum();
-    // Each descriptor of a client briefly exists twice: stored, and in use.
+    // While a function is restored, each descriptor of its client exists twice: the stored one, and a copy in use.
     let descriptors = 2 * clients + DESCRIPTORS_PER_FUNCTION * needs.len() + SERVER_RESERVE;
     try_descriptors(descriptors).map_err(scarce(
         "open files; raise LimitNOFILE= of the unit, or RLIMIT_NOFILE",
@@ -252,7 +255,7 @@ fn try_threads(count: usize) -> io::Result<()> {
         let held = held.clone();
         start_thread("trial", move || {
             let held = held.lock().unwrap_or_else(PoisonError::into_inner);
-            // Wait until all threads are started, or one fails.
+            // The thread lives until all threads are started or one could not be started.
             let _ = held.recv();
         })
     });
@@ -269,19 +272,20 @@ fn try_threads(count: usize) -> io::Result<()> {
     }
     drop(hold);
     for thread in threads {
-        // The thread cannot panic.
+        // The result needs no check, since the thread only waits and cannot panic.
         let _ = thread.join();
     }
     result
 }
 
-/// Returns the environment variable that tells a successor the lease protocol version, if VMMs have leases.
+/// Returns the environment variable with which a successor is started: it names the lease protocol version if VMMs have leases,
+/// and is empty otherwise.
 pub(crate) fn lease_protocol_variable(are_vmms: bool) -> (&'static str, String) {
     let version = are_vmms.then(|| VERSION.to_string());
     (LEASE_PROTOCOL_VARIABLE, version.unwrap_or_default())
 }
 
-/// Returns an error if the old server's VMMs speak another version. Earlier releases set no version.
+/// Returns an error if the predecessor's VMMs speak another version. Earlier releases set no version.
 fn check_lease_protocol(version: &str) -> Result<(), PredecessorError> {
     if version.is_empty() || version.parse::<u32>() == Ok(VERSION) {
         return Ok(());
@@ -290,7 +294,7 @@ fn check_lease_protocol(version: &str) -> Result<(), PredecessorError> {
     Err(PredecessorError::LeaseProtocol { version })
 }
 
-/// The old server after its functions are released. It may still run.
+/// The predecessor after it has handed its functions over. Its process may still run.
 #[derive(Debug)]
 pub(super) struct ReleasedPredecessor {
     socket: UnixStream,
@@ -310,21 +314,21 @@ impl ReleasedPredecessor {
         (leaving, theirs)
     }
 
-    /// Returns whether the old server had this process id.
+    /// Returns whether the predecessor had this process id.
     pub(super) fn has_pid(&self, number: u32) -> bool {
         let credentials = getsockopt(&self.socket, PeerCredentials);
         credentials.is_ok_and(|peer| u32::try_from(peer.pid()) == Ok(number))
     }
 
-    /// Tells the old server that this process serves all functions that can be restored while the old server runs.
+    /// Tells the predecessor that this process serves all functions that can be restored while the predecessor runs.
     pub(super) fn dismiss(&self) {
         self.notified.call_once(|| {
-            // The old server may have ended.
+            // The predecessor may have ended.
             let _ = (&self.socket).write_all(&[SERVING]);
         });
     }
 
-    /// Waits until the old server has ended.
+    /// Waits until the predecessor has ended.
     pub(super) fn await_end(&self) -> io::Result<()> {
         let mut ends = [rustix::event::PollFd::new(
             &self.pidfd,
@@ -335,7 +339,7 @@ impl ReleasedPredecessor {
     }
 }
 
-/// Error of an upgrade. The server continues.
+/// Error of an upgrade, after which this server continues.
 #[derive(Debug, Error)]
 pub(crate) enum UpgradeError {
     /// The server has no supervisor.
@@ -356,7 +360,7 @@ pub(crate) enum UpgradeError {
     /// Landlock forbids executing the successor's program.
     #[error(transparent)]
     Landlock(#[from] LandlockRefusal),
-    /// The successor is not ready in time.
+    /// The successor has not sent [`READY`] in time.
     #[error("The next server is not ready after {} seconds", READY_TIMEOUT.as_secs())]
     Late,
     /// The server was asked to end during the upgrade.
@@ -389,7 +393,7 @@ pub(crate) enum UpgradeError {
     /// The ledger cannot be read.
     #[error("Cannot find the leases that are ending")]
     Ledger(#[source] nvme_lease::LeaseError),
-    /// The supervisor cannot be told about the successor.
+    /// The supervisor cannot be informed that the successor becomes the main process.
     #[error("Cannot announce the next server to the supervisor")]
     Supervisor(#[from] FdStoreError),
     /// Error of the socket to the successor.
@@ -402,9 +406,9 @@ pub(crate) enum UpgradeError {
 #[derive(Debug)]
 pub(crate) struct SuccessorProcess {
     socket: UnixStream,
-    /// Handle of the successor; `None` after the hand-over, since the successor must not be killed then.
+    /// Process handle of the successor; `None` after the hand-over, because dropping the handle would kill the successor.
     process: Option<Child>,
-    /// True if the successor said that it can take over before this process has ended.
+    /// True if the successor has sent [`AWAITS_RELEASE`], so that it can restore functions before this process has ended.
     can_run_beside: bool,
 }
 
@@ -490,15 +494,16 @@ impl SuccessorProcess {
         UpgradeError::Ended(status.map_or("no status".to_owned(), |status| status.to_string()))
     }
 
-    /// Hands over all functions, which were asked to pause at `rested`. Afterwards, this process must end without touching the
-    /// stored state.
+    /// Hands all functions over to the successor. `rested` is the time at which the functions were asked to pause. Afterwards,
+    /// this process must end without touching the stored state.
     pub(crate) fn hand_over(
         &mut self,
         keeping: &ServerPersistence,
         rested: Duration,
     ) -> Result<(), UpgradeError> {
         let store = keeping.registry().client();
-        // The supervisor reads this message before it notices the end of either process.
+        // The supervisor reads this message before it notices the end of either process, so it knows which of them is the main
+        // process.
         store.notify(&format!("MAINPID={}", self.pid()))?;
         let rested = u64::try_from(rested.as_nanos()).unwrap_or(u64::MAX);
         let mut words = vec![ENDING];
@@ -563,7 +568,7 @@ mod tests {
     #[test]
     fn a_successor_continues_while_a_released_server_still_runs() {
         let (mut server, socket) = UnixStream::pair().unwrap();
-        // The process does not end during the test.
+        // This test's own process, which does not end during the test, acts as the predecessor.
         let process = descriptor_of(getpid());
         let rested = Duration::from_nanos(7);
         server.write_all(&ends(rested)).unwrap();

@@ -1,5 +1,5 @@
-//! Spare open file descriptions of leases' files, held by the supervisor. After a crash, the next server checks them for write
-//! errors, which the kernel reports to each open file description once, and which the old server may not have seen.
+//! Spare open file descriptions of leases' files, held by the supervisor. After a crash, the next server checks them for
+//! write errors, which the kernel reports to each open file description once, and which the predecessor may not have seen.
 //!
 //! Each entry is named after its lease. VMMs never get these descriptors.
 
@@ -16,25 +16,27 @@ use nvme_mpt_vmm::report;
 use super::fd_store_registry::{FdStoreRegistry, MISSING_SPARE_EFFECT, SPARE_PREFIX};
 use super::fnv1a_hash;
 
-/// Spare descriptors of leases, stored with the supervisor.
+/// Spare descriptors of leases' files, stored with the supervisor. If the server dies, the next one finds unreported write
+/// errors by them.
 #[derive(Debug)]
 pub(crate) struct SpareDescriptions {
     registry: Arc<FdStoreRegistry>,
-    /// True once the successor owns the entries.
+    /// True once the successor owns the entries, so that this process must not change them.
     is_handed_over: AtomicBool,
 }
 
-/// Returns the name prefix of a drive's leases.
+/// Returns the prefix of the entries' names for the leases of a drive.
 fn drive_prefix(drive: &str) -> String {
-    // Half of a hash is enough: a collision only keeps entries longer. `first_byte_name` omits the part of the identity that
-    // may change while the drive is the same.
+    // Half of a hash is enough: if two drives have the same prefix, entries of one stay longer than needed. The hash is of the
+    // drive's location, which stays when the drive grows, and not of its identity.
     format!(
         "{SPARE_PREFIX}{:08x}-",
         fnv1a_hash(&start_location(drive)) >> 32
     )
 }
 
-/// Returns a lease's entry name. The name must be short, since the supervisor passes all names in one environment variable.
+/// Returns the name under which the supervisor stores a lease's spare descriptors. The name must be short, since the supervisor
+/// passes all names in one environment variable.
 fn lease_entry_name(drive: &str, lease: &str) -> String {
     format!("{}{:016x}", drive_prefix(drive), fnv1a_hash(lease))
 }
@@ -109,7 +111,8 @@ impl SpareDescriptorStore for SpareDescriptions {
         }
         let name = lease_entry_name(drive, lease);
         let descriptors: Vec<_> = spare.iter().map(AsFd::as_fd).collect();
-        // The supervisor appends to an existing name, which even an unknown earlier server may have stored. So remove it first.
+        // The supervisor would add the descriptors to those that it has under this name, perhaps from an earlier server. So
+        // these are removed first.
         let kept = self
             .registry
             .forget(&name)

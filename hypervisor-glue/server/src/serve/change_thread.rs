@@ -18,7 +18,7 @@ use crate::logging;
 use crate::persistence::crashes::abort_on_panic;
 use crate::persistence::predecessor::UpgradeError;
 
-/// Maximum number of queued changes.
+/// Maximum number of changes that wait for the change thread. Further changes are refused.
 const QUEUE_LEN: usize = 64;
 
 /// Interval between attempts to restore functions whose VMs wait for a server.
@@ -32,7 +32,7 @@ type ChangeRequest = (FunctionChange, Option<ChangeReply>);
 pub(super) struct ChangeQueue(SyncSender<ChangeRequest>);
 
 impl ChangeQueue {
-    /// Submits a change. The reply arrives when the change was made or refused.
+    /// Submits a change. `reply` gets the result once the change is made or refused.
     pub(super) fn push(&self, change: FunctionChange, reply: ChangeReply) {
         let (reply, reason) = match self.0.try_send((change, Some(reply))) {
             Ok(()) => return,
@@ -50,7 +50,7 @@ impl ChangeQueue {
     }
 }
 
-/// Thread that changes functions. Ends when the last [`ChangeQueue`] is dropped.
+/// Thread that makes changes to the functions. It ends when the last [`ChangeQueue`] is dropped.
 #[derive(Debug)]
 pub(super) struct ChangeThread {
     thread: JoinHandle<FunctionRegistry>,
@@ -100,7 +100,7 @@ fn run_changes(
     requests: &Receiver<ChangeRequest>,
 ) -> FunctionRegistry {
     abort_on_panic();
-    // The first retry follows immediately, for functions that the start has postponed.
+    // Functions that the start has postponed are restored now, so the first retry follows immediately.
     let mut pause = Duration::ZERO;
     loop {
         let request = match roster.has_waiting_vms() {
@@ -201,7 +201,7 @@ fn apply_change(
             log::info!(lease = id.as_str(); "Lease {id} is reserved for user {owner}");
             ChangeResult::Reserved(reserved)
         }
-        // Not reached: `upgrade_server` handles upgrades, and exits the process.
+        // Not reached: upgrades are handled before this match, by `upgrade_server`.
         FunctionChange::Upgrade { .. } => return Err(ChangeError::Ending),
         FunctionChange::Reload { force } => {
             let reloaded = roster.reload(force)?;

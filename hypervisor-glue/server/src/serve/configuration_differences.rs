@@ -18,15 +18,16 @@ use super::declarations::{ConfigFileContents, FunctionDeclaration};
 use super::declarations::{resolve_function, resolve_path};
 use crate::change::{DeclarationSource, FunctionEntry};
 
-/// Timeout for reading the file.
+/// Timeout for reading the configuration file.
 const READ_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The served functions and drives that came from the file.
+/// Configuration that this server has from its configuration file, for comparison with the present file: the functions, also
+/// those that failed, and the drives to keep open, also those that could not be opened.
 #[derive(Clone, Debug, Default)]
 pub(super) struct RunningConfiguration {
     /// Absolute path of the file, if there is one.
     pub(super) file: Option<PathBuf>,
-    /// The server's policy for data that another lease id left. It applies to functions without `data=`.
+    /// Server's default for `data=`: the policy for data that another lease id left in a function's range.
     pub(super) data: PreviousDataPolicy,
     pub(super) functions: Vec<FunctionDeclaration>,
     pub(super) drives: Vec<ServerDriveOptions>,
@@ -41,7 +42,7 @@ enum ConfigurationDifference {
     Removed { socket: PathBuf },
     /// The file has a function that is not served.
     Added { id: String },
-    /// The file has other drives to keep open.
+    /// The file has other `[[drive]]` tables, for drives to keep open.
     Drives,
 }
 
@@ -56,7 +57,7 @@ pub(super) struct ConfigurationDifferences {
 }
 
 impl ConfigurationDifferences {
-    /// Returns one sentence per difference.
+    /// Returns the differences as text, one sentence each.
     pub(super) fn to_sentences(&self) -> Vec<String> {
         let reason = self.unreadable.iter();
         let reason = reason.map(|reason| format!("The file is not applied: {reason}"));
@@ -85,7 +86,7 @@ impl ConfigurationDifferences {
         id.map_or_else(|| socket.display().to_string(), |(_, id)| id.clone())
     }
 
-    /// Sets `pending` on the functions that differ.
+    /// Sets `pending`, the text for `nvme-mpt list`, on the functions that differ from the file.
     pub(super) fn mark_entries(&self, entries: &mut [FunctionEntry]) {
         for entry in entries.iter_mut() {
             if self.unreadable.is_some() && entry.origin == DeclarationSource::File {
@@ -196,7 +197,7 @@ fn different_keys(served: &OptionText, other: &OptionText) -> String {
         .filter(|key| served.get(key) != other.get(key))
         .collect();
     match keys.is_empty() {
-        // The content named by `profile=` or `faults=` differs.
+        // The options are equal, so the content of a file that `profile=` or `faults=` names differs.
         true => "content of a file that it names".to_owned(),
         false => keys.into_iter().collect::<Vec<_>>().join(", "),
     }
@@ -235,7 +236,7 @@ impl ConfigurationComparer {
                 log::warn!("{sentence}: `nvme-mpt reload` applies the file");
             }
             for order in inbox {
-                // The requester may have timed out.
+                // The send fails if the requester has timed out.
                 let _ = order.send(compare());
             }
         };

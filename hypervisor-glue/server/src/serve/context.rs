@@ -20,9 +20,9 @@ pub(super) struct ServerContext {
     /// Leases of functions that run inside VMMs.
     pub(super) leases: Arc<LeaseTable>,
     pub(super) pollers: Arc<PollerPool>,
-    /// Policy for data that another lease id left. It applies to functions without `data=`.
+    /// Server's default for `data=`: the policy for data that another lease id left in a function's range.
     pub(super) data: PreviousDataPolicy,
-    /// Landlock rules that the configuration file had when the server started.
+    /// Landlock rules that the configuration file had when the server started. A reload cannot change them.
     pub(super) rules: Vec<FileRule>,
     /// Directory of the ledger and of reports about quarantined functions.
     pub(super) state_dir: PathBuf,

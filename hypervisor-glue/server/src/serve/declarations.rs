@@ -25,7 +25,7 @@ use toml::{Table, Value};
 /// Maximum size of a configuration file, in bytes. The limit stops reading if a wrong path leads to a device, for example.
 const FILE_BYTES_MAX: u64 = 4 << 20;
 
-/// Contents of the files that options name, by key (`profile` or `faults`).
+/// Contents of the files that an option string names, by the option's key (`profile` or `faults`).
 pub(super) type FileContents = BTreeMap<String, String>;
 
 /// Parsed options of a function or drive, with the option text from which they were parsed.
@@ -44,7 +44,7 @@ impl<T: FromStr<Err = OptionError>> ParsedDeclaration<T> {
     /// # Errors
     /// [`OptionError`].
     pub fn parse(text: OptionText) -> Result<Self, OptionError> {
-        // The options are parsed first, because the parser's error names the file that cannot be read.
+        // The options are parsed before the files are read here, because the parser's error names a file that cannot be read.
         let value = text.to_string().parse()?;
         let files = read_option_files(&text);
         match files.is_empty() {
@@ -54,7 +54,7 @@ impl<T: FromStr<Err = OptionError>> ParsedDeclaration<T> {
         }
     }
 
-    /// Parses options with the given contents of their files.
+    /// Parses options, with `files` as the contents of the files that they name.
     pub(super) fn with_files(text: OptionText, files: FileContents) -> Result<Self, OptionError> {
         let mut open: Vec<OwnedFd> = Vec::new();
         let mut readable = text.clone();
@@ -128,7 +128,7 @@ pub(super) struct AssignedLease {
     pub(super) range: ByteRange,
 }
 
-/// A function, and the source of its declaration.
+/// A function to serve: its options, and whether they come from the command line, the file or `nvme-mpt add`.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct FunctionDeclaration {
     pub(super) origin: DeclarationSource,
@@ -136,8 +136,8 @@ pub(super) struct FunctionDeclaration {
     pub(super) text: OptionText,
     pub(super) files: FileContents,
     pub(super) function: ServerFunctionOptions,
-    /// The lease that the server chose, if the options name neither a range nor a size. It stays unchanged even if the
-    /// drive has grown since.
+    /// Id and range of the lease that the server chose, if the options name neither a range nor a size. A later server leases
+    /// this range, even if the drive has grown since.
     pub(super) lease: Option<AssignedLease>,
 }
 
@@ -174,7 +174,7 @@ impl FunctionDeclaration {
         options
     }
 
-    /// Returns the option text with absolute paths in which links are resolved.
+    /// Returns the option text, in which all paths are absolute and have no symbolic links.
     pub(super) fn to_resolved_text(&self) -> OptionText {
         let ServerFunctionOptions {
             socket, function, ..
@@ -184,8 +184,8 @@ impl FunctionDeclaration {
             .with_value("path", Some(&function.path.to_string()))
     }
 
-    /// Returns whether this declaration equals that of a served function. Limits and lease size are not compared, as they
-    /// can change while the function is served.
+    /// Returns whether a reload can leave a served function as it is. Limits and lease size are not compared, as they can
+    /// change while the function is served.
     pub(super) fn is_same_as(&self, served: &ServerFunctionOptions) -> bool {
         let rates = served.function.rates;
         self.with_rates(rates).with_size_of(served).function == *served
@@ -251,7 +251,7 @@ pub enum ConfigFileError {
     Syntax {
         /// The file.
         path: PathBuf,
-        /// Cause, and its place.
+        /// Cause, with its line in the file.
         source: Box<toml::de::Error>,
     },
     /// The file has an unknown table.
@@ -265,14 +265,14 @@ pub enum ConfigFileError {
         /// The key.
         key: String,
     },
-    /// A value is neither a string nor a number.
+    /// A value of a table is neither a string nor a number.
     #[error("{}, {kind} {number}: the value of \"{key}\" is a string or a number, as in {key} = \"…\"", path.display())]
     Kind {
         /// The file.
         path: PathBuf,
         /// `function` or `drive`.
         kind: &'static str,
-        /// Position in the file, from 1.
+        /// Number of the table among the file's tables of this kind, from 1.
         number: usize,
         /// The key.
         key: String,
@@ -284,7 +284,7 @@ pub enum ConfigFileError {
         path: PathBuf,
         /// `function` or `drive`.
         kind: &'static str,
-        /// Position in the file, from 1.
+        /// Number of the table among the file's tables of this kind, from 1.
         number: usize,
         /// Cause.
         source: OptionError,
@@ -355,7 +355,7 @@ fn keyed_option_files(text: &OptionText) -> Vec<(&'static str, PathBuf)> {
     profile.into_iter().chain(faults).collect()
 }
 
-/// Parser of a configuration file's tables.
+/// Parser of the tables of a configuration file: `[[drive]]`, `[[function]]` and `[[landlock-rule]]`.
 struct ConfigFileTables<'a> {
     path: &'a Path,
 }
@@ -405,7 +405,7 @@ impl ConfigFileTables<'_> {
         for (key, value) in entry {
             let value = match value {
                 Value::String(text) => text,
-                // Octal, as in `mode = 0o660`.
+                // TOML reads `mode = 0o660` as a number, whereas options have the octal digits.
                 Value::Integer(value) if key == "mode" => format!("{value:o}"),
                 Value::Integer(value) => value.to_string(),
                 _ => {
@@ -446,7 +446,8 @@ impl ConfigFileTables<'_> {
     }
 }
 
-/// A drive that the server keeps open even without functions, and the source of its declaration.
+/// A drive that the server keeps open even without functions: its options, and whether they come from the command line or the
+/// file.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct DriveDeclaration {
     pub(super) origin: DeclarationSource,
@@ -481,13 +482,13 @@ pub(super) struct StartConfiguration {
     /// Functions in the order in which they are served.
     pub(super) functions: Vec<FunctionDeclaration>,
     pub(super) drives: Vec<DriveDeclaration>,
-    /// Option texts of functions added in an earlier run, not parsed yet.
+    /// Option texts of functions that `nvme-mpt add` added in an earlier run, not parsed yet.
     pub(super) added_texts: Vec<OptionText>,
-    /// Functions of the old server that this release cannot parse.
+    /// Functions of the predecessor that this release cannot parse.
     pub(super) unreadable: Vec<UnreadableDeclaration>,
     /// Landlock rules.
     pub(super) rules: Vec<FileRule>,
-    /// True if this is the configuration that the old server stored. Command line and file are then ignored.
+    /// True if this is the configuration that the predecessor stored. Command line and file are then ignored.
     pub(super) is_restored: bool,
 }
 
@@ -580,7 +581,7 @@ impl AddedFunctionsFile {
 
     fn replace(&self, bytes: &[u8]) -> Result<(), PathError> {
         let (directory, name) = OpenDirectory::open_parent(&self.path)?;
-        // The next server would refuse a file that other users can replace.
+        // Refuses a directory in which other users can replace files: the next server would refuse to read the file.
         directory.check_not_exposed(name)?;
         // Mode 0600: users who may access sockets in this directory must not read the file.
         directory.replace(name, 0o600, |file| {
@@ -591,7 +592,7 @@ impl AddedFunctionsFile {
     }
 }
 
-/// Returns the function with resolved paths and the server's defaults.
+/// Returns the function with resolved paths, and with the server's defaults for options that it has not set.
 pub(super) fn resolve_function(
     declared: FunctionDeclaration,
     data: PreviousDataPolicy,
@@ -600,7 +601,7 @@ pub(super) fn resolve_function(
     let ServerFunctionOptions {
         socket, function, ..
     } = &mut declared.function;
-    // Fails only for an empty path, which options cannot have.
+    // `absolute` fails only for an empty path, which options cannot have.
     if let Ok(absolute) = std::path::absolute(&*socket) {
         *socket = absolute;
     }

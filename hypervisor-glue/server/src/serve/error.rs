@@ -35,7 +35,7 @@ pub enum FunctionRegistrationError {
     /// The lease cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// The owner of the socket is unknown.
+    /// The host has no user or group of the name that the options give as the socket's owner.
     #[error(transparent)]
     Owner(#[from] UnknownOwner),
     /// Landlock denies the server a file.
@@ -50,7 +50,7 @@ pub enum FunctionRegistrationError {
     /// The supervisor cannot store the function.
     #[error("The supervisor cannot store the function")]
     Supervisor(#[source] Box<FdStoreError>),
-    /// The state of an old server's function cannot be restored now.
+    /// The state of the predecessor's function cannot be restored now. The change thread tries again.
     #[error("The previous server's function cannot be restored now")]
     Resume(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The function's thread failed.
@@ -65,7 +65,7 @@ impl From<FdStoreError> for FunctionRegistrationError {
 }
 
 impl FunctionRegistrationError {
-    /// Returns whether the old server's persisted files do not match the function's options, for example after a change of
+    /// Returns whether the predecessor's persisted files do not match the function's options, for example after a change of
     /// `queues=`.
     pub(super) fn is_persisted_files_mismatch(&self) -> bool {
         match self {
@@ -76,8 +76,8 @@ impl FunctionRegistrationError {
         }
     }
 
-    /// Returns whether the drive or its range is in use. The user may also be a killed server, until the kernel has closed
-    /// its io_uring.
+    /// Returns whether the error is that the drive or its range is in use. The user may also be a killed server, until the
+    /// kernel has closed its io_uring.
     pub(super) fn is_in_use(&self) -> bool {
         match self {
             Self::Drive(FunctionDriveError::Open(error)) => match error {
@@ -100,7 +100,7 @@ impl FunctionRegistrationError {
         }
     }
 
-    /// Returns the process id of the holder of a conflicting lease; `None` for other errors.
+    /// Returns the process id of the holder, if the error is a conflicting lease; `None` for other errors.
     pub(super) fn lease_holder(&self) -> Option<u32> {
         match self {
             Self::Open(OpenError::Lease(
@@ -135,7 +135,7 @@ pub enum LimitsError {
     },
 }
 
-/// Error of changing the functions. Without a remark at the variant, nothing has changed after the error.
+/// Error of changing the functions. Where the variant does not say otherwise, nothing has changed.
 #[derive(Debug, Error)]
 pub enum ChangeError {
     /// The options are invalid.
@@ -180,7 +180,7 @@ pub enum ChangeError {
         .0.join(", ")
     )]
     Abandoned(Vec<String>),
-    /// The function's thread does not answer.
+    /// The function's thread does not answer in time, because it waits for in-flight commands.
     #[error("Function {0} does not answer, as it waits for commands in flight: try again later")]
     Busy(String),
     /// A lease cannot be reserved.
@@ -209,7 +209,7 @@ pub enum ChangeError {
         "The VMM of function {0} disconnected meanwhile: its lease has grown, and has the new size when it reconnects"
     )]
     GrownWithoutVmm(String),
-    /// The function is declared in the configuration file.
+    /// The function is declared in the configuration file, so the requested change must be made there.
     #[error("Function {id} is declared in {}: take it out there, then run `nvme-mpt reload`", file.display())]
     Declared {
         /// The function.
@@ -238,7 +238,7 @@ pub enum ChangeError {
         "A VMM is connected to function {0}, whose lease shrinks only without one: detach it there first"
     )]
     Shrinks(String),
-    /// The size is declared in the configuration file.
+    /// The function's size is declared in the configuration file, so it must be changed there.
     #[error("Function {id} has its size in {}: change it there, then run `nvme-mpt reload`", file.display())]
     SizeInFile {
         /// The function.

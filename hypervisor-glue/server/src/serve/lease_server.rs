@@ -57,13 +57,14 @@ use crate::stats::{FunctionStats, GuestPause};
 /// Maximum number of lease ids that are remembered for pause statistics. Leases of later ids get no pause statistics.
 const SEEN_IDS_MAX: usize = 65_536;
 
-/// Interval between attempts to get a range whose earlier lease is still ending.
+/// Interval of checking whether an earlier lease has ended whose range a VMM requests, and whether the statistics of a lease
+/// are available.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Timeout for the statistics of a lease whose queues or memory are being changed.
+/// Maximum time to wait for the statistics of a lease whose queues or memory are being changed.
 const STATS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Maximum number of connections.
+/// Maximum number of connections of VMMs.
 const CONNECTIONS_MAX: usize = 1024;
 
 /// Maximum number of connections without a lease for one untrusted user.
@@ -72,7 +73,7 @@ const USER_WAITING_MAX: usize = 64;
 /// Maximum number of connections without a lease for all untrusted users.
 const UNTRUSTED_WAITING_MAX: usize = 256;
 
-/// Maximum number of connections for all untrusted users. One eighth of all connections is reserved for trusted users.
+/// Maximum number of connections, with or without a lease, for all untrusted users. The other eighth is for trusted users.
 const UNTRUSTED_MAX: usize = CONNECTIONS_MAX / 8 * 7;
 
 /// Option keys allowed to VMMs of untrusted users. With other keys, a VMM could make the server read files, take threads or
@@ -96,11 +97,11 @@ const UNTRUSTED_KEYS: &[&str] = &[
     "reconnect",
 ];
 
-/// Smallest number of I/O queue pairs that is refused to VMMs of untrusted users. Each pair uses memory of the server,
-/// which is pinned for a physical drive.
+/// Number of I/O queue pairs from which on a VMM of an untrusted user is refused. Each pair uses memory of the server, which is
+/// pinned for a physical drive.
 const UNTRUSTED_QUEUES_END: u16 = 65;
 
-/// A lease held by a function in a VMM.
+/// A lease of a function in a VMM, and its back end in this server.
 #[derive(Debug)]
 struct VmmLease {
     entry: FunctionEntry,
@@ -111,12 +112,12 @@ struct VmmLease {
     operator_limits: Option<RateChange>,
     local_backend: Arc<LocalBackend>,
     peer: PeerIdentity,
-    /// Pause of the guest that ended when this lease began; `None` if the function had no server before.
+    /// Pause of the guest that ended when this lease began, for the statistics; `None` if this is the function's first server.
     guest_pause: Option<GuestPause>,
 }
 
 impl VmmLease {
-    /// Applies the VMM's limits, overridden by the operator's.
+    /// Sets the limits of the back end: those of the operator, and those of the VMM where the operator has set none.
     fn apply_rates(&mut self) {
         let rates = self.operator_limits.map_or(self.requested_rates, |change| {
             change.apply_to(self.requested_rates)
@@ -139,7 +140,7 @@ fn recorded_limits(lease: &nvme_lease::Lease) -> Result<Option<OptionText>, Limi
     limits.parse().map(Some).map_err(failed)
 }
 
-/// Parses limits of the ledger.
+/// Parses the operator's limits of the lease `id`, which the ledger has as text.
 fn parse_limits(id: &str, limits: &OptionText) -> Result<RateChange, LimitsError> {
     let limits = limits.to_string();
     limits.parse().map_err(|source| LimitsError::Recorded {
@@ -154,13 +155,13 @@ fn parse_limits(id: &str, limits: &OptionText) -> Result<RateChange, LimitsError
 struct VmmConnection {
     stream: UnixStream,
     peer: PeerIdentity,
-    /// User to whose quota the connection counts.
+    /// User to whose maximum of connections this connection counts.
     quota_user: u32,
     /// True if the connection was closed to make room for a new connection.
     is_evicted: bool,
     thread: Option<JoinHandle<()>>,
     lease: Option<VmmLease>,
-    /// Reason that is sent to the VMM when its connection ends.
+    /// Reason that the server gives to the VMM when the lease ends.
     end_cause: LeaseEndCause,
 }
 
@@ -172,12 +173,12 @@ pub(super) struct LeaseTable {
     socket: PathBuf,
     access: SocketAccess,
     connections: Mutex<BTreeMap<u64, VmmConnection>>,
-    /// Used parts of the rate limits of ended leases, by id. A VMM thereby cannot regain credit by reconnecting.
+    /// Credit that ended leases have used of their rate limits, by id. So a VMM does not regain credit by reconnecting.
     used_limits: Mutex<BTreeMap<String, RateLimiterUse>>,
-    /// Ids of all leases that this server has created. If a function with such an id reconnects, it has not waited for a
+    /// Ids of all leases that this server has created. If a function with such an id attaches again, it has not waited for a
     /// server, so no pause is counted.
     seen_ids: Mutex<BTreeSet<String>>,
-    /// Start of the pause of functions restored from the old server.
+    /// Start of the pause of functions restored from the predecessor.
     pause_start: GuestPauseStart,
     /// Log budgets by user id. They are not per connection, since a user could then reconnect to get a new budget.
     budgets: Mutex<BTreeMap<u32, LogBudget>>,
@@ -190,11 +191,11 @@ pub(super) struct LeaseTable {
 #[derive(Debug, Default)]
 struct AttachesInProgress {
     count: usize,
-    /// True if no more leases may be created.
+    /// True if no more leases may be created, because a successor takes over.
     is_closed: bool,
 }
 
-/// Guard that counts a lease under construction.
+/// Guard that counts a lease under construction until it is dropped.
 #[derive(Debug)]
 struct AttachGuard<'a>(&'a LeaseTable);
 
@@ -271,8 +272,8 @@ impl LeaseTable {
         !are_made && !self.has_leases()
     }
 
-    /// Counts a lease under construction until the guard is dropped. After [`Self::stop_attaching`], blocks, so that the
-    /// VMM waits until this process has ended. Returns `None` once `stop` is set.
+    /// Counts a lease under construction until the guard is dropped. After [`Self::stop_attaching`], blocks until this process
+    /// has ended, so that the VMM gets its lease from the successor. Returns `None` once `stop` is set.
     fn begin_attach(&self, stop: &AtomicBool) -> Option<AttachGuard<'_>> {
         loop {
             {
@@ -303,7 +304,7 @@ impl LeaseTable {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records how much of its rate limits a lease has used, for the next lease with the same id.
+    /// Records how much credit of its rate limits an ending lease has used, for the next lease with the same id.
     fn record_used_limits(&self, lease: &VmmLease) {
         let now = Ticks::now();
         let mut used = self.used_limits();
@@ -311,17 +312,17 @@ impl LeaseTable {
         used.insert(lease.entry.id.clone(), lease.local_backend.limits_usage());
     }
 
-    /// Records that an id has a lease. Returns the guest's pause that this lease ends; `None` if no other server had the
-    /// function before.
+    /// Records that this server has created a lease of the id. Returns the guest's pause that this lease ends; `None` if the
+    /// function had no server before, or had this one.
     fn end_guest_pause(&self, id: &str, has_server_before: bool) -> Option<GuestPause> {
         // A poisoned lock is usable: no change can be interrupted by a panic.
         let mut had = self.seen_ids.lock().unwrap_or_else(PoisonError::into_inner);
-        // The number of ids is bounded, because VMMs choose the ids.
+        // VMMs choose the ids, so the number of recorded ids is bounded.
         let is_new = had.len() < SEEN_IDS_MAX && had.insert(id.to_owned());
         (has_server_before && is_new).then(|| self.pause_start.pause_until(system::host_time()))
     }
 
-    /// Returns the functions with leases.
+    /// Returns the entries of all functions in VMMs that have a lease.
     pub(super) fn entries(&self) -> Vec<FunctionEntry> {
         let connections = self.connections();
         let leases = connections.values().filter_map(|one| one.lease.as_ref());
@@ -338,7 +339,7 @@ impl LeaseTable {
             if is_complete || deadline.remaining().is_zero() {
                 return found.into_values().collect();
             }
-            // Sleeps without the lock, which other VMMs need.
+            // Other VMMs need the lock, so it is released during the sleep.
             clock::sleep(RETRY_INTERVAL);
         }
     }
@@ -386,12 +387,13 @@ impl LeaseTable {
             let mut connections = self.connections();
             let connection = connections.values_mut().find(|one| one.has_lease(id))?;
             connection.end_cause = LeaseEndCause::Removed;
-            // The connection's thread then stops reading requests. The VMM notices only once the lease has ended.
+            // The connection's thread then reads no more requests and ends the lease. The VMM sees the end of the stream only
+            // after that.
             let _ = connection.stream.shutdown(Shutdown::Read);
             let entry = connection.lease.as_ref()?.entry.clone();
             (entry, connection.thread.take())
         };
-        // Joins without the lock, which the thread needs to remove the connection.
+        // The thread needs the lock to remove the connection, so this thread waits for it without the lock.
         if let Some(thread) = thread
             && thread.join().is_err()
         {
@@ -424,12 +426,12 @@ impl LeaseTable {
         given: &OptionText,
     ) -> Option<Result<Option<FunctionEntry>, LimitsError>> {
         let (attachment, path) = self.find_backend(id)?;
-        // Done without the lock, as another process may hold the ledger.
+        // This may wait for another process that has locked the ledger, so it is done without the table's lock.
         let change = record_limits(attachment.lease(), &path, given);
         Some(change.map(|change| self.apply_limits(id, change)))
     }
 
-    /// Returns a lease's controller backend and drive path; `None` if no lease has the id.
+    /// Returns the back end and the drive's path of a lease; `None` if no lease has the id.
     fn find_backend(&self, id: &str) -> Option<(Arc<LocalBackend>, DrivePath)> {
         let connections = self.connections();
         let connection = connections.values().find(|one| one.has_lease(id))?;
@@ -456,7 +458,7 @@ impl LeaseTable {
         if let Some(lease) = connection.and_then(|one| one.lease.as_mut()) {
             lease.requested_rates = rates;
             if !lease.peer.is_trusted() {
-                // A weight that a VMM sets would take shares from other guests.
+                // The weight of a VMM's request is ignored: it would take shares from other guests.
                 lease.requested_rates.weight = None;
             }
             lease.apply_rates();
@@ -474,7 +476,7 @@ impl LeaseTable {
         stop: &AtomicBool,
     ) -> Option<Result<Option<FunctionEntry>, GrowError>> {
         let (attachment, _) = self.find_backend(id)?;
-        // Done without the lock, as wiping takes a while.
+        // Growing wipes the new bytes, which may take long, so it is done without the table's lock.
         let grown = attachment.grow(size.0, stop);
         let entry = self.update_extents(id, &attachment);
         Some(grown.map(|()| entry))
@@ -722,7 +724,7 @@ impl VmmConnection {
     }
 }
 
-/// The table as one connection uses it.
+/// Source of leases for one connection of a VMM: the lease table, and the connection's number in it.
 struct ConnectionLeaseSource<'a> {
     table: &'a LeaseTable,
     number: u64,
@@ -779,7 +781,7 @@ pub(super) struct LeaseServer {
     /// Write end of a pipe. Closing it ends the thread.
     stop: Option<PipeWriter>,
     thread: Option<JoinHandle<()>>,
-    /// Threads of leases that are ending.
+    /// Threads of connections whose leases are ending.
     ending_threads: Vec<JoinHandle<()>>,
 }
 
@@ -849,7 +851,8 @@ fn open_dir_to_others(folder: &Path, sockets: &OpenDirectory) -> io::Result<()> 
     Ok(sockets.set_mode(0o755)?)
 }
 
-/// Returns a host-wide unique name of this server. Process ids are unique only within a PID namespace.
+/// Returns a name of this server for its socket, which is unique on the host. Process ids are unique only within a PID
+/// namespace.
 fn server_name() -> String {
     let number = process::id();
     match fs::metadata("/proc/self/ns/pid") {
@@ -863,7 +866,8 @@ fn server_name() -> String {
 fn remove_stale_sockets(sockets: &OpenDirectory) {
     for name in sockets.names().unwrap_or_default() {
         let path = Path::new(&name);
-        // Sockets under construction have other names. They refuse connections until they are renamed.
+        // A socket gets this extension once it accepts connections. Until then, it has another name and would look like one of
+        // an ended server.
         if path.extension().is_none_or(|extension| extension != "sock") {
             continue;
         }
@@ -872,7 +876,7 @@ fn remove_stale_sockets(sockets: &OpenDirectory) {
                 .socket_state()
                 .is_ok_and(|found| found == SocketPathState::Stale)
         {
-            // Another server may have removed the socket already.
+            // The result is ignored, since another server may have removed the socket already.
             sockets.remove(&name, entry.id());
         }
     }
@@ -907,9 +911,8 @@ fn accept_connections(mut listener: SocketListener, stopped: &PipeReader, table:
     }
 }
 
-/// Makes room for a connection of a user, or refuses the connection. Some connections are reserved for trusted users. If
-/// untrusted users' connections without a lease are at their limit, the user with the most such connections loses the
-/// oldest of them.
+/// Decides whether a user may connect. Some connections are reserved for trusted users. If untrusted users' connections without
+/// a lease are at their limit, the user with the most such connections loses the oldest of them.
 fn admit_connection(
     connections: &mut BTreeMap<u64, VmmConnection>,
     peer: &PeerIdentity,
@@ -1075,7 +1078,7 @@ mod tests {
                 connect(&table, peer(uid), number)
             })
         };
-        // Users of one person: each takes the maximum number of connections.
+        // One person connects as several users, each with the maximum number of connections.
         let mut theirs = Vec::new();
         for uid in 100_000..100_020 {
             theirs.extend((0..USER_WAITING_MAX).filter_map(|_| come(uid).ok()));
@@ -1104,7 +1107,7 @@ mod tests {
             "the first one was sent away"
         );
 
-        // Connections that were closed count until their threads have ended. The operator's share stays free nevertheless.
+        // A closed connection counts until its thread has ended. The share of trusted users stays free nevertheless.
         while table.connections().len() < UNTRUSTED_MAX {
             number += 1;
             drop(connect(&table, peer(2000), number));
@@ -1196,7 +1199,7 @@ mod tests {
         drop(host);
         let crashed = fs::File::from(parts.inflight.try_clone().unwrap());
         for crashes in [0_u64, 1, 2, u64::MAX] {
-            // In the file, the crash count follows the record of lost writes.
+            // The crash count is at this offset of the file, behind the record of lost writes.
             crashed.write_all_at(&crashes.to_le_bytes(), 72).unwrap();
             match admit(Some(&parts)) {
                 LeaseAdmission::Attached(_) => assert!(crashes < 2),
@@ -1226,7 +1229,7 @@ mod tests {
         assert!(!table.stop_attaching(), "a VMM is about to get a lease");
         drop(being_made);
         assert!(table.stop_attaching());
-        // `stop` means that the VMM has disconnected, so it does not wait for the end of this process.
+        // The VMM has disconnected, so it does not wait for the end of this process.
         stop.store(true, Ordering::Relaxed);
         let LeaseAdmission::Refused(reason) = table.admit(0, *peer, options, None, &stop) else {
             panic!("a lease that the next process does not know of");

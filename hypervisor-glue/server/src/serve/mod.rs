@@ -90,7 +90,7 @@ pub use self::declarations::{ConfigFileError, ParsedDeclaration};
 pub use self::error::{ChangeError, FunctionRegistrationError, LimitsError};
 pub use self::open_drives::FunctionDriveError;
 
-/// Timeout for the first poll of newly started pollers.
+/// Maximum time to wait for the first poll of newly started pollers.
 const POLLER_START_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Configuration of a server.
@@ -105,7 +105,7 @@ pub struct ServeOptions {
     pub argument_errors: Vec<String>,
     /// Configuration file with more functions and drives.
     pub file: Option<PathBuf>,
-    /// Policy for data that another lease id left in a range. It applies to functions without `data=`.
+    /// Server's default for `data=`: the policy for data that another lease id left in a function's range.
     pub data: PreviousDataPolicy,
     /// Memory limit of functions without `memory-limit=`, in the server and in VMMs.
     pub memory_limit: Option<ByteSize>,
@@ -167,10 +167,10 @@ pub enum ServeError {
     /// A function or drive of the command line is invalid.
     #[error("{0}")]
     Argument(String),
-    /// The state of the old server cannot be restored.
+    /// The state of the predecessor cannot be restored.
     #[error(transparent)]
     Persistence(#[from] PersistenceError),
-    /// The stored configuration of the old server cannot be read.
+    /// The stored configuration of the predecessor cannot be read.
     #[error(transparent)]
     StoredConfiguration(#[from] StoredConfigurationError),
     /// The thread that changes functions cannot be started.
@@ -254,9 +254,9 @@ fn serve_inherited(
     // A signal must also end long waits during the start, for example for wiping a range.
     let signal = start_signal_thread(signals, stop.clone()).map_err(ServeError::Signals)?;
     install_crash_handlers().map_err(ServeError::Crashes)?;
-    // Measuring the tick rate takes some milliseconds. It is done here, before the old server pauses its functions.
+    // Measuring the tick rate takes some milliseconds. It is done here, before the predecessor pauses its functions.
     let _ = TickRate::measured();
-    // Errors in the arguments must be found before the old server ends.
+    // The predecessor ends only if the arguments are valid, so they are checked before.
     let metrics = options.metrics.clone();
     let control = options.control.clone();
     let mut prepared = None;
@@ -270,7 +270,8 @@ fn serve_inherited(
     let supervisor = keeping.as_deref();
     let goes_on =
         declared.is_restored || supervisor.is_some_and(ServerPersistence::has_restorable_functions);
-    // Guests wait only for their functions, and the old server may still own the sockets.
+    // Guests wait for their functions and not for these sockets, which the predecessor may still own. So the sockets are bound
+    // later.
     let replacing = keeping.as_ref().filter(|keeping| keeping.has_predecessor());
     if let (Some(keeping), Some(late)) = (replacing, &late) {
         late.start_binding(keeping.clone(), goes_on);
@@ -286,14 +287,14 @@ fn serve_inherited(
     ) {
         (Some(bound), _) => Ok(bound),
         (None, Some(bound)) => bound,
-        // The thread of `SuccessorSockets` could not be started.
+        // The thread of `SuccessorSockets` could not be started, so the sockets are bound here.
         (None, None) => bind_after_predecessor(supervisor, &control, &metrics, goes_on),
     };
     let (listener, metrics) = match bound {
         Ok(bound) => bound,
         Err(error) => {
-            // Dropping the functions would end them permanently. They are leaked instead, so that the next process can
-            // restore them.
+            // Dropping the functions would remove their stored state and end them permanently. They are leaked instead, so that
+            // the next process can restore them.
             std::mem::forget(roster);
             return Err(error);
         }
@@ -313,8 +314,8 @@ fn serve_inherited(
             "Cannot start a thread, so the end of the supervisor will be noticed late: {error}"
         );
     }
-    // "ready" goes to the supervisor before it is printed. A reader of the line may kill this process immediately, and a
-    // supervisor does not restart a server that was never ready.
+    // The supervisor gets `READY=1` before "ready" is printed. A reader of the printed line may kill this process immediately,
+    // and a supervisor does not restart a server that was never ready.
     persistence::notify(keeping.as_deref(), "READY=1");
     // Functions may have been restored after a crash. The log is flushed before the reader of "ready" can kill this
     // process.
@@ -336,7 +337,7 @@ fn serve_inherited(
     server.end()
 }
 
-/// Returns the initial configuration: the configuration that the old server stored; else that of the command line and the
+/// Returns the initial configuration: the configuration that the predecessor stored; else that of the command line and the
 /// file.
 fn initial_configuration(
     options: &ServeOptions,
@@ -358,7 +359,7 @@ fn initial_configuration(
             return Ok(served);
         }
         Ok(None) => {}
-        // The old server is running and continues to serve, so this process fails.
+        // The predecessor still runs, and continues to serve if this process fails.
         Err(error) if replaces => return Err(error),
         Err(error) => log::error!(
             "Cannot restore the previous configuration, so the command line and the file apply: {}",
@@ -390,8 +391,8 @@ fn start_signal_thread(
             }
         };
         stop.store(true, Ordering::Relaxed);
-        // Signals stay blocked until the end. A signal that killed the process now would leave leases whose data is not
-        // durable. Each remaining wait is bounded.
+        // Signals stay blocked until the process ends. A second signal would kill the process and leave leases whose data is
+        // not durable. Each remaining wait is bounded.
         signals.block_forever();
         // If the start failed, there is no receiver, and the process ends anyway.
         let _ = sender.send(signal);
@@ -434,17 +435,17 @@ fn start(
         access => access?,
     };
     start_file_survey();
-    // Must precede all opening of files, so that a directory that other users can access is reported first.
+    // Precedes all opening of files in the directory, so that a directory that other users can access is reported first.
     make_state_dir(&state_dir).map_err(ServeError::StateDir)?;
     let file = match declared.is_restored {
-        // The file may have been removed meanwhile.
+        // The file is not needed now, and may have been removed since the predecessor read it.
         true => file.map(|file| path::absolute(&file).unwrap_or(file)),
         false => file.map(absolute_path).transpose()?,
     };
     let replaces = keeping
         .as_deref()
         .is_some_and(ServerPersistence::has_predecessor);
-    // The control socket protects the file of added functions against a second server. During an upgrade, the old server's
+    // The control socket protects the file of added functions against a second server. During an upgrade, the predecessor's
     // socket does so.
     let listener = match replaces {
         true => None,
@@ -491,7 +492,7 @@ fn start(
         pollers,
         data,
         rules: declared.rules.clone(),
-        // Other processes need an absolute path.
+        // Other processes use this path as well, so it must be absolute.
         state_dir: path::absolute(&state_dir).unwrap_or(state_dir),
         file,
         added,
@@ -520,7 +521,7 @@ fn bind_control(control: &Path) -> Result<ControlListener, ServeError> {
     Ok(ControlListener::bind(control)?)
 }
 
-/// Binds the sockets of a server that replaces another one, after the old server has ended.
+/// Binds the sockets of a server that replaces another one, after the predecessor has ended.
 fn bind_after_predecessor(
     keeping: Option<&ServerPersistence>,
     control: &Path,
@@ -537,13 +538,13 @@ fn bind_after_predecessor(
 /// Control socket and metrics socket of a server.
 type ServerSockets = (ControlListener, MetricsListener);
 
-/// Control socket and metrics socket of a server that replaces another one. A thread binds them as soon as the old server
-/// ends, while functions are still being restored, which can take long. So no third server can take the control socket and
-/// write the file of added functions.
+/// Control socket and metrics socket of a server that replaces another one. A thread binds them as soon as the predecessor
+/// ends, even while functions are still being restored. So no third server can take the control socket and write the file of
+/// added functions in the meantime.
 #[derive(Debug)]
 struct SuccessorSockets {
     requests: Sender<(Arc<ServerPersistence>, bool)>,
-    /// Result of the thread: `None` if `start_binding` was never called.
+    /// Thread that binds the sockets. Its result is `None` if `start_binding` was never called.
     thread: JoinHandle<Option<Result<ServerSockets, ServeError>>>,
 }
 
@@ -569,9 +570,9 @@ impl SuccessorSockets {
         })
     }
 
-    /// Starts waiting for the end of the old server.
+    /// Starts waiting for the end of the predecessor.
     fn start_binding(&self, keeping: Arc<ServerPersistence>, goes_on: bool) {
-        // A send fails only if the thread has panicked, which ends the process.
+        // The send fails only if the thread has panicked, which ends the process.
         let _ = self.requests.send((keeping, goes_on));
     }
 
@@ -589,8 +590,8 @@ impl SuccessorSockets {
     }
 }
 
-/// Binds the metrics listener. If this fails in a server that restores functions, the server continues without metrics, so
-/// that VMs keep their drives.
+/// Binds the metrics listener. If this fails and `goes_on` is set, as in a server that restores functions, the server continues
+/// without metrics, so that VMs keep their drives.
 fn bind_metrics(options: &MetricsOptions, goes_on: bool) -> Result<MetricsListener, MetricsError> {
     match MetricsListener::bind(options) {
         Err(error) if goes_on => {
@@ -606,9 +607,9 @@ fn bind_metrics(options: &MetricsOptions, goes_on: bool) -> Result<MetricsListen
 struct PreparedTakeover {
     /// Lease ledgers. The predecessor's ledger of private drives is added later.
     ledgers: LeaseLedgers,
-    /// Drives that both servers can have open concurrently.
+    /// Drives that this process has opened while the predecessor has them open as well.
     drives: OpenDrives,
-    /// Poller pool. It has a running poller thread for each poll mode in which functions share pollers.
+    /// Poller pool, with a running poller thread for each value of `poll=` with which functions share pollers.
     pollers: Arc<PollerPool>,
 }
 
@@ -624,7 +625,8 @@ fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<LeaseLedgers, ServeEr
     }
 }
 
-/// Starts the thread that maps the holes of files opened later.
+/// Starts the thread that finds out which parts of files are allocated, so that deallocations of holes are fast. It serves
+/// files that are opened later, too.
 fn start_file_survey() {
     if let Err(error) = nvme_software::survey_files(&nvme_guest::threads::ThreadSpawner::default())
     {
@@ -642,7 +644,7 @@ fn prepare_takeover(
     let VmmSocket { mode, owner } = &options.vmm_socket;
     socket_access(*mode, owner.as_ref())?;
     start_file_survey();
-    // The function registry resolves paths in the same way.
+    // The paths are resolved in the same way as by the function registry, which looks for these drives.
     let resolved = |function: &FunctionOptions| FunctionOptions {
         path: declarations::resolve_path(&function.path),
         ..function.clone()
@@ -663,12 +665,12 @@ fn prepare_takeover(
     let pollers = PollerPool::with_threads(crashes::thread_spawner());
     for function in &functions {
         if function.poll.check_processors().is_ok() {
-            // After an error here, the function's first queue tries again to start the poller.
+            // An error is ignored, because the function's first queue tries again to start the poller.
             let _ = pollers.prepare(&function.poll, function.fixed);
         }
     }
-    // Threads that start while functions are paused would compete with the old server for processors, so wait for their
-    // start.
+    // Threads that start while functions are paused would take processor time from the predecessor, so wait until they have
+    // started.
     pollers.await_passes(POLLER_START_TIMEOUT);
     Ok(PreparedTakeover {
         ledgers,
@@ -722,7 +724,7 @@ pub fn print_function(entry: &FunctionEntry, out: &mut dyn Write) -> io::Result<
 /// A running server. Dropping it ends all functions.
 #[derive(Debug)]
 struct ActiveServer {
-    // Dropped first, as its thread submits changes.
+    // Dropped first: its thread submits changes, which the fields below carry out.
     control: ControlServer,
     metrics: MetricsServer,
     leases: LeaseServer,
@@ -782,21 +784,21 @@ impl ActiveServer {
             mut leases,
             changes,
         } = self;
-        // From now on, no changes arrive. Waiting changes are refused, and the change in progress ends early.
+        // Clients can submit no changes from now on. Changes that wait are refused, and the change in progress ends early.
         drop((control, metrics));
-        // Leases and functions end concurrently, as each may use its whole timeout.
+        // Leases and functions are asked to end before either is awaited, as each may use its whole timeout.
         leases.stop_leases();
         let roster = changes.end().ok_or(ServeError::Panicked)?;
         roster.forget_configuration();
         roster.stop_functions();
         drop(leases);
         let keeping = roster.context.persistence.clone();
-        // If the supervisor were the last to close a block device, the kernel would make it wait for writes. So this
-        // process keeps the drives open until the supervisor has closed its descriptors.
+        // The last process that closes a block device waits for its writes. The supervisor must not wait, so this process keeps
+        // the drives open until the supervisor has closed its descriptors.
         let _open = keeping.as_ref().map(|_| roster.drives.controllers());
         let ended = roster.end();
         if let Some(keeping) = keeping {
-            // Spare descriptors of leases to which no VMM has returned are closed as well.
+            // Removes the remaining spare descriptors, those of leases to which no VMM has returned.
             keeping.spares().forget_other_drives(&[]);
         }
         ended.map_err(|(socket, source)| ServeError::End { socket, source })
@@ -892,7 +894,8 @@ mod tests {
         UnixStream::connect(&control).unwrap_err();
         drop(before.stdin.take());
         before.wait().unwrap();
-        // The old server has ended, so the thread binds the sockets, although no functions are restored yet.
+        // The process that acts as the predecessor has ended, so the thread binds the sockets, although no functions are
+        // restored yet.
         while UnixStream::connect(&control).is_err() {
             clock::sleep(Duration::from_millis(1));
         }

@@ -56,7 +56,7 @@ impl From<PersistenceError> for FunctionDriveError {
 /// Maximum wait for the path lookup of a drive that no function uses.
 const UNUSED_LOOKUP_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// An open drive whose path now leads to another file or device, or to nothing, and the reason why this was assumed.
+/// An open drive whose path now leads to another file or device, or to nothing. Also has the reason for which this is assumed.
 #[derive(Debug, Error)]
 #[error("The path of drive {path} does not lead to the open drive: {reason}")]
 pub(super) struct MovedDrive {
@@ -71,8 +71,8 @@ type PathLookup = Receiver<io::Result<String>>;
 struct OpenDrive {
     drive: Arc<Drive>,
     path: DrivePath,
-    /// Name of the drive's first byte when the drive was opened. It identifies the file or device; `None` for a drive
-    /// without a file.
+    /// Location of the drive's first byte on its file or device when the drive was opened, as a name that no other drive has;
+    /// `None` for a drive without a file.
     first_byte_name: Option<String>,
     /// Path lookup that has not finished, if there is one.
     pending_lookup: Mutex<Option<PathLookup>>,
@@ -80,8 +80,8 @@ struct OpenDrive {
 }
 
 impl OpenDrive {
-    /// Returns why the successor process would not find the drive by its path; `None` if it would find it. A file system
-    /// that does not answer until the deadline is such a reason, too.
+    /// Returns the reason why a successor would not find the drive by its path; `None` if it would. A file system that does not
+    /// answer until the deadline is such a reason, too.
     fn find_move(&self, deadline: &Deadline) -> Option<MovedDrive> {
         let (DrivePath::File(file), Some(known)) = (&self.path, &self.first_byte_name) else {
             return None;
@@ -95,21 +95,21 @@ impl OpenDrive {
         Some(MovedDrive { path, reason })
     }
 
-    /// Returns the name of the first byte behind the path, which a separate thread looks up. If the thread of an earlier
+    /// Returns the location of the first byte behind the path, which a separate thread looks up. If the thread of an earlier
     /// call is still blocked, waits for this thread instead of starting another one.
     fn look_up_path(&self, file: &Path, deadline: &Deadline) -> io::Result<String> {
         let mut look = self
             .pending_lookup
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        // If the earlier caller had timed out, the result may be out of date.
+        // A finished lookup is not used: its caller had timed out, so the result may be out of date.
         let is_pending = |look: &PathLookup| matches!(look.try_recv(), Err(TryRecvError::Empty));
         let pending = match look.take().filter(is_pending) {
             Some(pending) => pending,
             None => {
                 let (sender, receiver) = sync_channel(1);
                 let file = file.to_owned();
-                // The receiver may have timed out.
+                // The send fails if the receiver has timed out.
                 start_thread("path", move || drop(sender.send(first_byte_name(&file))))?;
                 receiver
             }
@@ -126,7 +126,7 @@ impl OpenDrive {
     }
 }
 
-/// Returns the name of the first byte of a file or block device. Equal names mean the same bytes.
+/// Returns the location of the first byte of a file or block device, as a name. Equal names mean the same bytes.
 fn first_byte_name(file: &Path) -> io::Result<String> {
     Ok(start_location(&BackingId::from_path(file)?.identity().name))
 }
@@ -211,14 +211,14 @@ impl OpenDrives {
                 };
                 let drive = drives::open_with_descriptors(path, options.clone(), outliving);
                 if let (DrivePath::Pci(_), Some(keeping)) = (path, keeping) {
-                    // The drive is open or has failed, so nothing of it is needed from the predecessor any more.
+                    // The drive is open or has failed, so the descriptors that the predecessor left are not needed any more.
                     match &drive {
                         Ok(_) => keeping.reclaim_drive(&path.to_string()),
                         Err(_) => keeping.release_drive(&path.to_string()),
                     }
                 }
                 if drive.is_ok() && function.pins_memory() {
-                    // The server does not know yet which VMMs will connect.
+                    // The server does not know which VMMs will connect, so it warns about all of them.
                     log::warn!(
                         "Drive {path} pins the memory of its VMs: they must have no balloon and no free page reporting, \
                          unless their VMM prevents both, as QEMU does"
@@ -302,7 +302,7 @@ pub(super) fn can_outlive_process(options: &FunctionOptions) -> bool {
     !(in_process && matches!(options.path, DrivePath::Memory(_)))
 }
 
-/// Key of an option whose values differ between functions that share a drive.
+/// Error with the key of an option whose values differ between functions that share a drive.
 struct DifferingOption(&'static str);
 
 /// Returns the drive options of functions that share a drive, on which the functions must agree.

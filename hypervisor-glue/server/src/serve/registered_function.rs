@@ -35,24 +35,24 @@ use crate::persistence::persisted_function::{
 use crate::persistence::{GuestPauseStart, ServerPersistence};
 use crate::quarantine::QuarantinedDevice;
 
-/// A served function.
+/// A function that the server serves: its declaration, its drive and its thread.
 #[derive(Debug)]
 pub(super) struct RegisteredFunction {
     pub(super) declaration: FunctionDeclaration,
     pub(super) entry: FunctionEntry,
-    /// Number of the drive's queue pairs that the function may use.
+    /// Maximum number of the drive's queue pairs that the function's queues may use.
     pub(super) queues: u16,
     pub(super) drive: Arc<Drive>,
-    /// Controller back end. The reference is weak, so that only the function's thread keeps the back end alive.
+    /// Back end of the function. Only the function's thread keeps the back end alive, so this reference is weak.
     local_backend: Weak<LocalBackend>,
-    /// True if the function was restored from the old server.
+    /// True if the function was restored from the predecessor.
     pub(super) is_restored: bool,
     pub(super) thread: FunctionThread,
 }
 
 impl RegisteredFunction {
-    /// Leases the function's part of the drive and serves it on its socket. If the old server had the function, restores the
-    /// function and its connection to the VMM.
+    /// Leases the function's part of the drive and serves it on its socket. If the predecessor had the function, restores
+    /// the function and its connection to the VMM.
     pub(super) fn new(
         declared: &FunctionDeclaration,
         drive: Arc<Drive>,
@@ -101,7 +101,7 @@ impl RegisteredFunction {
         Self::start(declared, drive, &attachment, server)
     }
 
-    /// Restores or quarantines a function of the old server. Returns `None` if neither will ever be possible; the function
+    /// Restores or quarantines a function of the predecessor. Returns `None` if neither will ever be possible; the function
     /// is then removed from the supervisor.
     fn restore(
         declared: &FunctionDeclaration,
@@ -114,7 +114,7 @@ impl RegisteredFunction {
         let shelf = before.store_key();
         let reason = before.quarantine_reason();
         let parts = match reason {
-            // The old server's files stay unchanged, as the report about the crash needs them.
+            // The function is quarantined. The predecessor's files stay unchanged, as the report about the crash needs them.
             Some(_) => SharedBackendPartsSource::Continued(None),
             None => before.shared_parts(),
         };
@@ -136,7 +136,7 @@ impl RegisteredFunction {
                             ..offer
                         }));
                     }
-                    // The function's thread cannot be started now. A later attempt may succeed.
+                    // The thread for the function cannot be started now. A later attempt may succeed.
                     Ok(Err(error)) => {
                         attachment.retain_spares();
                         keeping.reread_function(&shelf);
@@ -282,10 +282,10 @@ impl RegisteredFunction {
         ))
     }
 
-    /// Pauses the function's queues briefly, to check that the drive answers. Returns whether the in-flight commands end
-    /// within `time`.
+    /// Checks whether the function's drive answers: pauses the queues until their in-flight commands have ended. Returns
+    /// whether they end within `time`.
     pub(super) fn can_quiesce(&self, time: Duration) -> bool {
-        // A function whose thread has ended has no commands in flight.
+        // Without a back end, the thread has ended and the function has no commands in flight.
         let attachment = self.local_backend.upgrade();
         attachment.is_none_or(|attachment| attachment.quiesce_once(time).is_ok())
     }
@@ -297,10 +297,10 @@ impl RegisteredFunction {
         }
     }
 
-    /// Returns whether the lease must grow for `size`, which is the case if `size` exceeds the capacity that the guest
-    /// sees, and the lease is not larger than `size`.
+    /// Returns whether the lease must grow for `size`: `size` exceeds the capacity that the guest sees, and the lease is not
+    /// larger than `size`.
     pub(super) fn needs_growth(&self, size: ByteSize) -> bool {
-        // A function whose thread has ended has no lease.
+        // Without a back end, the thread has ended and the function has no lease.
         self.local_backend.upgrade().is_some_and(|attachment| {
             let leased = attachment.lease().extents().length();
             attachment.stats().capacity_bytes < size.0 && leased <= size.0
@@ -309,7 +309,7 @@ impl RegisteredFunction {
 
     /// Grows the lease while the guest runs.
     pub(super) fn grow(&mut self, size: ByteSize, stop: &AtomicBool) -> Result<(), GrowError> {
-        // A function whose thread has ended has no lease.
+        // Without a back end, the thread has ended and the function has no lease.
         if let Some(attachment) = self.local_backend.upgrade() {
             let grown = attachment.grow(size.0, stop);
             let summary = summary(
@@ -325,11 +325,11 @@ impl RegisteredFunction {
         Ok(())
     }
 
-    /// Changes the limits while the guest runs.
+    /// Changes the rate limits while the guest runs.
     pub(super) fn set_rates(&mut self, rates: RateLimits) {
         self.declaration.function.function.rates = rates;
         self.entry.limits = rates.to_string();
-        // A function whose thread has ended has no queues.
+        // Without a back end, the thread has ended and the function has no queues.
         if let Some(attachment) = self.local_backend.upgrade() {
             attachment.set_rates(rates);
         }
@@ -343,7 +343,7 @@ fn declared_access(
     Ok(socket_access(*mode, owner.as_ref())?)
 }
 
-/// Attaches to the function's lease.
+/// Leases the function's part of the drive, and creates its back end.
 fn attach_backend(
     declared: &FunctionDeclaration,
     drive: &Arc<Drive>,
@@ -365,7 +365,7 @@ fn attach_backend(
     Ok(Arc::new(attachment))
 }
 
-/// Restores a function of the old server, with its VMM's connection.
+/// Restores a function of the predecessor, with its VMM's connection.
 fn resume_function(
     before: RestorableFunction,
     declared: &FunctionDeclaration,
@@ -386,7 +386,7 @@ fn resume_function(
         function: options,
         ..
     } = &declared.function;
-    // The device gets its persistence before the client is restored, so that every change of state is stored.
+    // The device stores its state from now on. Restoring the client already changes the state.
     let mut device = NvmeDevice::new(function)?.with_persistence(kept, options.memory);
     device.restore(client, &function_state)?;
     let stall = stream

@@ -42,31 +42,31 @@ use crate::function_thread::{FunctionThreadError, ShutdownAnswer};
 use crate::owner::resolve_user;
 use crate::persistence::persisted_function::RestoreOrder;
 
-/// Timeout for opening a drive or leasing a range that the kernel still holds for the old server's process.
+/// Timeout for opening a drive or leasing a range that the predecessor's process has until the kernel has ended it.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 20 });
 
-/// Timeout for pollers to poll restored queues for the first time. The old server is asked to end only afterwards.
+/// Maximum time to wait until pollers have polled the restored queues. The predecessor is asked to end only afterwards.
 const FIRST_PASS_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Time during which functions in VMMs can reconnect to a new server and find their memory still mapped for the drive. Such
-/// functions look for a server at least once a second.
+/// Time after the start during which the mappings of the predecessor's functions in VMMs stay, so that they find their memory
+/// mapped when they reconnect. Such functions look for a server at least once a second.
 const RECONNECT_TIME: Duration = Duration::from_secs(5);
 
 /// Maximum amount of guest memory whose pinning delays other functions only briefly. Functions with more memory to pin are
 /// restored last.
 const BRIEF_PINNING_MAX: u64 = 1 << 30;
 
-/// Interval between attempts to get a resource that the old server or the kernel still holds.
+/// Interval between attempts to get a resource that the predecessor or the kernel still holds.
 const RELEASE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// A function that could not be served, in a server that serves other functions.
+/// A function that could not be served. The server lists it as failed, and serves its other functions.
 #[derive(Debug)]
 pub(super) struct FailedFunctionRecord {
     declaration: FailedDeclaration,
     entry: FunctionEntry,
 }
 
-/// Declaration of a failed function.
+/// Declaration of a function that could not be served.
 #[derive(Debug)]
 enum FailedDeclaration {
     Declared(Box<FunctionDeclaration>),
@@ -124,14 +124,14 @@ pub(super) struct DeclaredDrive {
     pub(super) drive: Arc<Drive>,
 }
 
-/// All functions of a server. Dropping it ends them.
+/// All functions of a server, and the drives that it has open. Dropping the registry ends the functions.
 #[derive(Debug)]
 pub(super) struct FunctionRegistry {
     pub(super) context: ServerContext,
     pub(super) functions: Vec<RegisteredFunction>,
     failed: Vec<FailedFunctionRecord>,
     pub(super) held_drives: Vec<DeclaredDrive>,
-    /// Drives that the old server kept open and that this server cannot open.
+    /// Drives that the predecessor kept open and that this server cannot open.
     missing_drives: Vec<DriveDeclaration>,
     pub(super) drives: OpenDrives,
     snapshot: Arc<Mutex<Arc<RegistrySnapshot>>>,
@@ -150,7 +150,7 @@ impl FunctionRegistry {
         }
     }
 
-    /// Serves the initial functions. If the old server stored functions, serves only these. Otherwise, serves the functions
+    /// Serves the initial functions. If the predecessor stored functions, serves only these. Otherwise, serves the functions
     /// of the command line and the file, and those added in an earlier run.
     ///
     /// # Errors
@@ -169,7 +169,8 @@ impl FunctionRegistry {
         let keeping = self.context.persistence.as_ref();
         let goes_on = was_served || keeping.is_some_and(|kept| kept.has_restorable_functions());
         if goes_on {
-            // The failure of one function or drive must not take the drives from other VMs.
+            // VMs wait for these functions. So a function or drive that fails is only logged and listed, and the start
+            // continues.
             for drive in drives {
                 if let Err(error) = self.open_held(vec![drive.clone()]) {
                     log::error!("{}", report::chain(&error));
@@ -199,7 +200,8 @@ impl FunctionRegistry {
         }
         if let Some(keeping) = &self.context.persistence {
             if goes_on {
-                // Pollers come first: guests have had no completions since the old server paused.
+                // Guests have had no completions since the predecessor paused, so this waits for the pollers before anything
+                // else.
                 self.context.pollers.await_passes(FIRST_PASS_TIMEOUT);
             }
             keeping.dismiss_predecessor();
@@ -213,7 +215,7 @@ impl FunctionRegistry {
         }
         if let Some(keeping) = &self.context.persistence {
             keeping.forget_other_drives(&controllers);
-            // VMs may still wait for leases on a drive that cannot be opened now. Then spare descriptors stay.
+            // Spare descriptors of a drive that cannot be opened now stay, since VMs may wait for leases on the drive.
             if !self.has_waiting_vms() && self.missing_drives.is_empty() {
                 keeping.spares().forget_other_drives(&controllers);
             }
@@ -232,7 +234,8 @@ impl FunctionRegistry {
 
     /// Adds a function, which is also served after a restart of the server.
     pub(super) fn add(&mut self, text: OptionText) -> Result<FunctionEntry, ChangeError> {
-        // `data=` applies only now. At a later start, the range may have had another owner in between.
+        // `data=` is not stored: it is meant for the data that is in the range now. At a later start, another owner may have
+        // had the range in between.
         let again = text.clone().with_value("data", None);
         let described = || {
             option_files(&again)
@@ -285,7 +288,7 @@ impl FunctionRegistry {
                 return Err(ChangeError::Connected(id.to_owned()));
             }
             let ended = self.context.leases.end_lease(id);
-            // The VMM may have disconnected since the check above.
+            // There is no lease any more if the VMM has disconnected since the check above.
             let entry = ended.ok_or_else(|| self.unknown_function_error(id))?;
             return Ok((entry, None));
         }
@@ -306,12 +309,12 @@ impl FunctionRegistry {
             self.check_unused(&[place])?;
         }
         let entry = self.functions[place].current_entry();
-        // The removal is stored first: a removed function must not return after a restart.
+        // The removal is stored before the function ends: a removed function must not return after a restart.
         if is_added {
             self.store_added_except(place)?;
         }
         if let Err(error) = self.request_shutdown(place, force) {
-            // The function stays, since a VMM has connected since the check. It is stored again.
+            // The function does not end, since a VMM has connected since the check. So it is stored again.
             if is_added && let Err(error) = self.store_added() {
                 log::error!("{}", report::chain(&error));
             }
@@ -418,7 +421,7 @@ impl FunctionRegistry {
         };
         if self.context.leases.has_lease(id) {
             let grown = self.context.leases.grow(id, size, &self.context.stop);
-            // The VMM may have disconnected since the check above.
+            // There is no lease any more if the VMM has disconnected since the check above.
             return match grown.ok_or_else(|| self.unknown_function_error(id))? {
                 Err(GrowError::Lease(LeaseError::HasMore { .. })) if truncate => {
                     Err(ChangeError::Shrinks(id.to_owned()))
@@ -455,7 +458,7 @@ impl FunctionRegistry {
         Ok(self.functions[place].current_entry())
     }
 
-    /// Grows a function's lease. A lease that already has this size or more stays unchanged.
+    /// Grows the lease of the function at index `place`. A lease that already has this size or more stays unchanged.
     pub(super) fn grow(&mut self, place: usize, size: ByteSize) -> Result<(), ChangeError> {
         let grown = self.functions[place].grow(size, &self.context.stop);
         self.publish();
@@ -513,7 +516,7 @@ impl FunctionRegistry {
         let again = self.serve_all(vec![declared]);
         match (&again, text) {
             (Ok(()), _) => self.functions[place..].rotate_right(1),
-            // After a restart, the server serves the function again. Until then, the function is listed as failed.
+            // A function that `nvme-mpt add` added is listed as failed. It is served again after a restart.
             (Err(_), text) if added => self.serve_added(text),
             (Err(_), _) => {}
         }
@@ -547,7 +550,7 @@ impl FunctionRegistry {
             snapshot: view,
             ..
         } = self;
-        // From here on, only the functions hold references to the drives.
+        // Drops the registry's references to the drives, so that each drive closes with its last function.
         drop((held, drives, view));
         let mut result = Ok(());
         for RegisteredFunction { entry, thread, .. } in offers {
@@ -607,7 +610,7 @@ impl FunctionRegistry {
         resolve_function(declared, self.context.data)
     }
 
-    /// Serves all functions. If one of them fails, ends the others again. Functions that were restored from the old server
+    /// Serves all functions. If one of them fails, ends the others again. Functions that were restored from the predecessor
     /// continue even after a failure, so that their VMs keep their drives.
     ///
     /// Drives that were opened for a failed attempt stay open until [`Self::close_unused`] is called, since the caller may
@@ -636,8 +639,8 @@ impl FunctionRegistry {
         Ok(())
     }
 
-    /// Serves functions like [`Self::serve_all`]. If the old server still holds a function's lease, tells the old server to
-    /// end and waits for it.
+    /// Serves functions like [`Self::serve_all`]. If the predecessor still holds a function's lease, tells the predecessor
+    /// to end and waits for it.
     fn serve_all_beside(&mut self, functions: &[FunctionDeclaration]) -> Result<(), ChangeError> {
         let deadline = clock::monotonic() + RELEASE_TIMEOUT;
         let mut outlasts = false;
@@ -652,7 +655,8 @@ impl FunctionRegistry {
             let is_before = |number| keeping.is_predecessor(number);
             outlasts |= source.lease_holder().is_some_and(is_before);
             let is_late = clock::monotonic() > deadline || self.check_running().is_err();
-            // After the old server's end, the kernel may hold its io_uring on the file for a moment.
+            // The kernel closes an io_uring of the predecessor a moment after the process has ended. Until then, the file
+            // counts as in use, so the attempt is repeated.
             if is_late || !outlasts || !source.is_in_use() {
                 return Err(error);
             }
@@ -661,7 +665,7 @@ impl FunctionRegistry {
         }
     }
 
-    /// Serves a function. `batch` are the functions served together with it.
+    /// Serves a function. `batch` are the functions served together with it, whose options for a shared drive must agree.
     fn serve(
         &mut self,
         declared: &FunctionDeclaration,
@@ -671,7 +675,7 @@ impl FunctionRegistry {
         offered.map_err(|error| self.explain_error(error, || function_rules(&declared.function)))
     }
 
-    /// Adds the cause to an error if Landlock denied a file.
+    /// If Landlock denied the function a file, names the rule that would allow it in the error.
     fn explain_error(
         &self,
         error: FunctionRegistrationError,
@@ -720,8 +724,8 @@ impl FunctionRegistry {
 
     /// Serves functions independently. Functions that fail are listed as failed.
     ///
-    /// A restored function may have to wait until the kernel has released the old server's resources. A function that the
-    /// old server removed with commands in flight may have to wait for its lease. Neither wait delays other functions, and
+    /// A restored function may have to wait until the kernel has released the predecessor's resources. A function that the
+    /// predecessor removed with commands in flight may have to wait for its lease. Neither wait delays other functions, and
     /// nor does pinning a large guest memory: see [`RestoreOrder`].
     fn serve_each(&mut self, functions: Vec<FunctionDeclaration>) {
         let functions: Vec<FunctionDeclaration> = functions
@@ -734,7 +738,7 @@ impl FunctionRegistry {
             restore_sort_key(self.restore_order(&declared.function.socket))
         });
         waiting.retain(|declared| !self.postpone(declared, &functions));
-        // Sockets of functions whose leases the old server still holds.
+        // Sockets of functions that could not be served yet, because the predecessor still has their leases.
         let mut outlasting: BTreeSet<PathBuf> = BTreeSet::new();
         while !waiting.is_empty() {
             let is_late = clock::monotonic() > deadline || self.check_running().is_err();
@@ -749,7 +753,8 @@ impl FunctionRegistry {
                 if error.lease_holder().is_some_and(is_before) {
                     outlasting.insert(socket.clone());
                 }
-                // After the old server's end, the kernel may hold its io_uring on the file for a moment.
+                // The kernel closes an io_uring of the predecessor a moment after the process has ended. Until then, the file
+                // counts as in use, so the attempt is repeated.
                 let waits = !is_late
                     && error.is_in_use()
                     && (outlasting.contains(socket)
@@ -796,10 +801,10 @@ impl FunctionRegistry {
         }
         let sharing = batch.iter().map(|other| &other.function.function);
         let Ok(drive) = self.drives.open(function, sharing, Some(keeping)) else {
-            // Not postponed: serving the function will report this error.
+            // The function is not postponed, so that serving it reports this error.
             return false;
         };
-        // Memory that is still mapped for this function need not be pinned again.
+        // Memory that the drive's IOMMU still has mapped for this function need not be pinned again.
         let space = drive.controller().iova_space();
         let Ok(lease) = open::lease_id(function, &drive, &self.context.ledgers) else {
             return false;
@@ -849,14 +854,14 @@ impl FunctionRegistry {
                 "Function {id} of the previous server cannot be restored: {reason}. The server retries until it \
                  succeeds, or the function is removed: its VM waits"
             ),
-            // A function of an earlier run, or one that the previous server did not leave behind.
+            // The predecessor did not serve this function, so no VM waits for it.
             false => log::error!(function = id; "Function {id} cannot be offered: {reason}"),
         }
         self.failed
             .push(FailedFunctionRecord { declaration, entry });
     }
 
-    /// Returns whether VMs wait for failed functions.
+    /// Returns whether VMs wait for failed functions: the predecessor served them.
     pub(super) fn has_waiting_vms(&self) -> bool {
         let keeping = self.context.persistence.as_ref();
         keeping.is_some_and(|keeping| {
@@ -939,7 +944,7 @@ impl FunctionRegistry {
             .extend(failed.into_iter().filter(|failed| !is_offered(failed)));
     }
 
-    /// Releases the stored state of the old server's functions that are neither served nor listed as failed.
+    /// Releases the stored state of the predecessor's functions that are neither served nor listed as failed.
     pub(super) fn forget_unlisted(&self) {
         if let Some(keeping) = &self.context.persistence {
             let listed = |socket: &Path| {
@@ -950,7 +955,7 @@ impl FunctionRegistry {
         }
     }
 
-    /// Opens drives and keeps them open.
+    /// Opens declared drives, which stay open even without functions.
     pub(super) fn open_held(&mut self, drives: Vec<DriveDeclaration>) -> Result<(), ChangeError> {
         for mut declared in drives {
             let options = &mut declared.parsed.value.drive;
@@ -1002,7 +1007,7 @@ impl FunctionRegistry {
         self.store_added_with(None)
     }
 
-    /// Stores the added functions, without the function at index `place`.
+    /// Writes the file of added functions without the function at index `place`.
     fn store_added_except(&self, place: usize) -> Result<(), ChangeError> {
         let others = self.functions.iter().enumerate();
         let others = others.filter(|(other, _)| *other != place);
@@ -1074,7 +1079,8 @@ impl FunctionRegistry {
             drives,
             ..
         } = self;
-        // A VM that waits for its function needs this drive, and the data that it wrote there.
+        // The drives of failed functions stay open if VMs wait for these functions: they may have written data to a `memory:`
+        // drive.
         let waits = |failed: &&FailedFunctionRecord| {
             let keeping = terms.persistence.as_ref();
             keeping.is_some_and(|keeping| keeping.has_function(&failed.entry.socket))
@@ -1082,8 +1088,8 @@ impl FunctionRegistry {
         let waiting = failed.iter().filter(waits);
         let waiting = waiting.filter_map(|failed| failed.entry.drive.parse().ok());
         let waiting: Vec<DrivePath> = waiting.collect();
-        // If the supervisor were the last to close a block device, the kernel would make it wait for writes. So this
-        // process keeps the drives open until the supervisor has closed its descriptors.
+        // The last process that closes a block device waits for its writes. The supervisor must not wait, so this process keeps
+        // the drives open until the supervisor has closed its descriptors.
         let _open = terms.persistence.as_ref().map(|_| drives.controllers());
         let closed = drives
             .close_unused(|path, drive| is_used(drive, offers, held) || waiting.contains(path));
@@ -1102,7 +1108,8 @@ impl FunctionRegistry {
         }
     }
 
-    /// Returns the served functions and drives that the file declared, for comparison with the present file.
+    /// Returns what this server has of the configuration file, for comparison with the present file: the functions, also those
+    /// that failed, and the drives to keep open, also those that could not be opened.
     fn running_configuration(&self) -> RunningConfiguration {
         let of_file = |declared: &&FunctionDeclaration| declared.origin == DeclarationSource::File;
         let offered = self.functions.iter().map(|offer| &offer.declaration);
@@ -1167,7 +1174,7 @@ fn has_id(entry: &FunctionEntry, id: &str) -> bool {
     entry.id == id || entry.socket == Path::new(id)
 }
 
-/// Sort key for the order of restoring. Functions for which no VM waits come last.
+/// Returns the sort key for the order of restoring: functions for which no VM waits come last.
 fn restore_sort_key(turn: Option<RestoreOrder>) -> (bool, Option<RestoreOrder>) {
     (turn.is_none(), turn)
 }
@@ -1264,7 +1271,7 @@ mod tests {
         make_state_dir(&folder.join("state")).unwrap();
         let drive = File::create(folder.join("drive.img")).unwrap();
         drive.set_len(2 << 20).unwrap();
-        // This test's process stands for the old server, too.
+        // This test's process acts as the predecessor, too.
         let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
         let (keeping, _supervisor, mut server) =
             ServerPersistence::beside_predecessor_with(folder, process);
@@ -1272,7 +1279,7 @@ mod tests {
         before
             .serve_all(vec![function(folder, "before.sock")])
             .unwrap();
-        // The old server holds the lease until the second server has failed to acquire it, and asks the old server to end.
+        // The predecessor holds the lease until the second server has failed to acquire it, and asks the predecessor to end.
         let end = move || {
             let told = server.read_exact(&mut [0]).is_ok();
             drop(before);

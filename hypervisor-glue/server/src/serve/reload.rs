@@ -20,7 +20,7 @@ impl FunctionRegistry {
     /// Applies the file. Unchanged functions are not interrupted.
     pub(super) fn reload(&mut self, force: bool) -> Result<ReloadResult, ChangeError> {
         let file = self.context.file.as_ref().ok_or(ChangeError::NoFile)?;
-        // Landlock rules cannot change while the process runs.
+        // The file's Landlock rules are ignored, since the rules of a running process cannot change.
         let ConfigFileContents {
             functions, drives, ..
         } = ConfigFileContents::read(file)?;
@@ -30,7 +30,7 @@ impl FunctionRegistry {
             .collect();
         self.check_conflicts(&wanted)?;
 
-        // The loop removes unchanged functions from `wanted`, and collects in `going` the functions that end.
+        // In the loop, `wanted` loses the functions that are served unchanged, and `going` gets the functions that end.
         let mut reloaded = ReloadResult::default();
         let mut going = Vec::new();
         let mut limited = Vec::new();
@@ -47,7 +47,7 @@ impl FunctionRegistry {
                 continue;
             };
             let stays = wanted.remove(stays);
-            // A reload never shrinks a lease.
+            // Only a larger size counts: a reload never shrinks a lease.
             let asked = stays.function.function.size.map(|asked| asked.size);
             let larger = asked.filter(|size| offer.needs_growth(*size));
             grown.extend(larger.map(|size| (place, size)));
@@ -67,7 +67,7 @@ impl FunctionRegistry {
         if !force && !abandoned.is_empty() {
             return Err(ChangeError::Abandoned(abandoned));
         }
-        // Leases grow first, as this may fail. A larger lease does no harm if a later step fails.
+        // Leases grow before any function ends, as growing may fail. A larger lease does no harm if a later step fails.
         for (place, size) in grown {
             self.grow(place, size)?;
             reloaded
@@ -201,7 +201,7 @@ impl FunctionRegistry {
         }
     }
 
-    /// Checks that no VMM is connected to any function at the indices `places`. Must precede the end of the first of them.
+    /// Checks that no VMM is connected to any function at the indices `places`. Called before any of these functions ends.
     pub(super) fn check_unused(&self, places: &[usize]) -> Result<(), ChangeError> {
         let offers = places.iter().map(|place| &self.functions[*place]);
         let handles: Vec<FunctionHandle> = offers.map(|offer| offer.thread.handle()).collect();

@@ -80,7 +80,8 @@ pub(super) fn server_rules(
         let linked = fs::canonicalize(&file);
         let files = std::iter::once(file.clone()).chain(linked);
         needed.extend(files.map(|file| parent_dir_rule(&file, FileAccess::READ)));
-        // A reload reads the file as it is then. By now the file may be invalid, which is no error here.
+        // A later reload may serve functions that the file names and the stored configuration does not, so the files of these
+        // functions get rules, too. The file may be invalid by now, which is no error here.
         if let Ok(file) = ConfigFileContents::read(&file) {
             let functions = file.functions.iter();
             needed.extend(functions.flat_map(|declared| function_rules(&declared.function)));
@@ -99,7 +100,7 @@ pub(super) fn server_rules(
                 .iter()
                 .map(|path| option_file_rule(path)),
         );
-        // A function whose options cannot be parsed is listed as failed later.
+        // Options that cannot be parsed give no rules. The function is listed as failed later.
         let function = text.to_string().parse::<ServerFunctionOptions>();
         needed.extend(function.iter().flat_map(function_rules));
     }
@@ -127,7 +128,7 @@ pub(super) fn drive_rules(options: &FunctionOptions) -> Vec<FileRule> {
                 true => parent_dir_rule(file, FileAccess::WRITE),
                 false => FileRule::new(file, FileAccess::WRITE),
             };
-            // The backing file of a loop device is opened for its locks.
+            // A loop device's backing file is opened as well, to lock it.
             let origin = BackingId::from_path(file);
             let below = origin.map(|origin| origin.files().to_vec());
             let below = below.unwrap_or_default().into_iter();

@@ -35,7 +35,7 @@ pub enum StoredConfigurationError {
     Option(#[from] OptionError),
 }
 
-/// Stored configuration, as JSON.
+/// Configuration for the next server, as JSON.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct StoredConfiguration {

@@ -48,7 +48,7 @@ impl FunctionRegistry {
         if let Some(moved) = self.drives.find_moved(&deadline) {
             return Err(UpgradeError::Moved(moved.to_string()));
         }
-        // A supervisor that does not answer could not restart the next server after a crash, so its answer is required.
+        // The supervisor must answer before the upgrade: otherwise, it could not restart the next server after a crash.
         keeping.await_supervisor()?;
         let mut successor = SuccessorProcess::start(
             keeping,
@@ -66,7 +66,7 @@ impl FunctionRegistry {
         let goes_on_beside = successor.can_run_beside() && self.can_restore_beside();
         let offers = self.functions.iter();
         let handles: Vec<_> = offers.map(|offer| offer.thread.handle()).collect();
-        // Checked while functions still run. With an ending lease, this process would end late, and all functions would
+        // Checked before functions pause: a lease that is ending would delay the end of this process, and all functions would
         // stay paused until then.
         if !goes_on_beside || self.context.leases.has_leases() {
             let ending = self.context.ledgers.find_ending();
@@ -98,7 +98,7 @@ impl FunctionRegistry {
         for offer in &self.functions {
             offer.release_lease();
         }
-        // Functions in VMMs continue until this process ends.
+        // No VMM gets a new lease from now on. Functions in VMMs continue until this process ends.
         let have_vmms_none = self.context.leases.stop_attaching();
         // A removed function with in-flight commands still has its lease, so the ledger cannot be released.
         let are_all_let_go = self.context.ledgers.release_private_ledger();
@@ -107,7 +107,8 @@ impl FunctionRegistry {
             let error = report::chain(&error);
             log::warn!("Process {number} does not serve all functions yet, or has ended: {error}");
         }
-        // Waits for the supervisor, since a service manager may reject messages of a process that has already ended.
+        // This process waits until the supervisor has processed its messages: a service manager may reject messages of a
+        // process that has already ended.
         if let Err(error) = keeping.await_supervisor() {
             let error = report::chain(&error);
             log::warn!(
@@ -117,8 +118,8 @@ impl FunctionRegistry {
         Ok(number)
     }
 
-    /// Refuses the upgrade if a drive does not answer. To check this, pauses each function, and then each VMM's lease,
-    /// until its in-flight commands have ended.
+    /// Refuses the upgrade if a drive does not answer. To check this, pauses each function, and then each lease of a VMM, until
+    /// its in-flight commands have ended.
     fn check_drives(&self) -> Result<(), UpgradeError> {
         let deadline = Deadline::after(&SystemClock::shared(), CHECK_TIMEOUT);
         let mut offers = self.functions.iter();

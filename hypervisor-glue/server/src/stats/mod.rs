@@ -57,7 +57,7 @@ pub struct FunctionFailure {
 }
 
 impl FunctionFailure {
-    /// Returns the failure of a function, if it failed.
+    /// Returns the entry's failure; `None` if the function has not failed.
     #[must_use]
     pub fn from_entry(entry: &FunctionEntry) -> Option<Self> {
         match &entry.state {
@@ -151,7 +151,7 @@ impl DriveStats {
             aborts,
             resets,
             gone,
-            // Reading it needs a command to the drive. `HealthAnswers` sets it later.
+            // The value comes from a log page of the drive. `HealthAnswers` sets it later.
             critical_warning: None,
         }
     }
@@ -248,12 +248,12 @@ impl fmt::Display for GuestPause {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GuestPauseCause {
-    /// An upgrade. The pause starts when the old server asks the function's queues to pause.
+    /// An upgrade. The pause starts when the predecessor asks the function's queues to pause.
     Upgrade,
     /// A crash. The pause is counted from the start of this server, since the time of the crash is unknown.
     Crash,
-    /// For a function in a VMM: the end or crash of its old server. The pause is counted from the start of this server,
-    /// since the time of the old server's end is unknown.
+    /// For a function in a VMM: the end or crash of its predecessor. The pause is counted from the start of this server,
+    /// since the time of the predecessor's end is unknown.
     Restart,
 }
 
@@ -519,7 +519,7 @@ pub(crate) mod tests {
             (5, 10, 0)
         );
         assert_eq!(since.name, "poll-shared-0");
-        // Another poller with the name of one that has ended.
+        // This poller has the name of one that has ended, and has run for a shorter time.
         later.pollers[0].life_seconds = 0.5;
         assert_eq!(later.since(&earlier).pollers, later.pollers);
     }

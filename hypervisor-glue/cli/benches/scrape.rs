@@ -42,7 +42,7 @@ const FUNCTIONS: u64 = 1000;
 const QUEUES: u16 = 4;
 const BUCKETS: u64 = 25;
 const ROUNDS: u32 = 11;
-/// Pause between scrapes: longer than the server sends a cached text to further clients.
+/// Pause between scrapes. It is longer than the time for which the server sends a cached text to further clients.
 const ROUND_PAUSE: Duration = Duration::from_millis(600);
 /// Duration of a guest's reads in a measurement.
 const READING_TIME: Duration = Duration::from_secs(5);
@@ -137,7 +137,7 @@ impl Guest {
     }
 }
 
-/// Returns the median duration of several rounds.
+/// Returns the median of the durations that [`ROUNDS`] calls of `round` return.
 fn median(round: impl FnMut() -> Duration) -> Duration {
     let mut times: Vec<Duration> = std::iter::repeat_with(round)
         .take(ROUNDS as usize)

@@ -42,7 +42,7 @@ pub(super) struct DoctorArgs {
     state: StateDirArgs,
 }
 
-/// A drive that can be tried out, and not examined.
+/// Error: the drive is not a physical one, so only `--scratch` can check it.
 #[derive(Debug, Error)]
 #[error(
     "{0} is not a PCI address such as 0000:01:00.0: `nvme-mpt drives` lists the drives of this host; other drives \
@@ -50,12 +50,12 @@ pub(super) struct DoctorArgs {
 )]
 struct NotPhysical(DrivePath);
 
-/// There is something that has to be changed first.
+/// Error: the checks found problems, which have to be solved first.
 #[derive(Debug, Error)]
 #[error("Problems found: {0}; the report has the remedies")]
 struct ProblemsFound(usize);
 
-/// The check that was asked for was not made.
+/// Error: the namespace was not tried out, although `--scratch` requested this.
 #[derive(Debug, Error)]
 #[error("Nothing was tried out, and nothing was written; the report has the reason")]
 struct NotTried;

@@ -1,5 +1,4 @@
-//! `nvme-mpt add`, `reserve`, `remove`, `resource_limit`, `resize`, `list`, `reload` and `upgrade`: functions of a running
-//! server.
+//! `nvme-mpt add`, `reserve`, `remove`, `limit`, `resize`, `list`, `reload` and `upgrade`: functions of a running server.
 
 use std::env;
 use std::error::Error;
@@ -321,7 +320,7 @@ impl ResizeArgs {
 impl ListArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let functions = control::query_functions(&self.server.control())?;
-        // Ask before printing: a command that fails prints nothing.
+        // The server is asked before anything is printed, so that a command that fails prints nothing.
         let stats = control::query_stats(&self.server.control())?;
         let mut out = io::stdout().lock();
         if self.server.json {

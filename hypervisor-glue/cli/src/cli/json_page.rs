@@ -38,7 +38,7 @@ use super::stats::DatedStats;
 use crate::doctor::{CheckOutcome, DoctorCheck, DoctorReport, ReportSection};
 use crate::drives::HostDrive;
 
-/// A row's type and meaning of one field.
+/// A field as the page describes it: its type and its meaning.
 #[derive(Clone, Debug)]
 struct PageField {
     kind: String,
@@ -109,10 +109,10 @@ fn parse_objects(page: &str) -> PageObjects {
     objects
 }
 
-/// Comparison of values with the page.
+/// Comparison of JSON samples with the fields that the page describes.
 struct PageComparison<'a> {
     objects: &'a PageObjects,
-    /// True if the sample has all optional values.
+    /// True if the samples have all optional values, so that each field of the page must be in a sample.
     has_all: bool,
     /// Objects that were compared.
     seen: BTreeSet<String>,
@@ -534,7 +534,7 @@ fn the_page_has_each_word() {
     let outcomes = all_variants!(CheckOutcome: Ok, Warning, Problem, NotChecked);
     check("check", "outcome", &outcomes);
 
-    // The page refers to other pages for these.
+    // The page refers to other pages for the fields of these objects.
     let faults = read_page("software-drives.md");
     let kinds = all_variants!(FaultKind: MediaError, Latency, Lost, Fatal, Removal, Resize, Crash);
     for kind in kinds {

@@ -207,7 +207,8 @@ pub(super) fn run_leases(options: LeasesArgs) -> Result<(), Box<dyn Error>> {
                 (Err(LeaseError::NoData { .. }), Some(no_lease)) if !keep => {
                     return Err(no_lease.into());
                 }
-                // An interrupted wipe of the lease remains: the data is another id's and stays marked for wiping.
+                // The lease was wiping another id's data when it ended. The data is still that id's, and stays marked for
+                // wiping.
                 (Err(LeaseError::NoData { .. }), None) => {
                     writeln!(
                         out,
@@ -242,7 +243,8 @@ fn add_queue_pairs(leases: Vec<LeaseEntry>, control: &Path) -> Vec<ShownLease> {
     let held = leases
         .iter()
         .any(|lease| lease.state == LeaseHolderState::Held);
-    // Leases of VMMs, and of servers with another control socket, are shown even without a server.
+    // Without an answer of a server, the leases are shown without their queue pairs. Leases of VMMs and of servers with another
+    // control socket never have an answer here.
     let stats = held
         .then(|| control::query_stats(control).ok())
         .flatten()

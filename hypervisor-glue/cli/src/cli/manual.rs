@@ -62,7 +62,7 @@ impl CompletionsArgs {
             let text = String::from_utf8(script)?;
             script = text.replace("nvme__subcmd__mpt__", "nvme__mpt__").into();
         }
-        // Not written by clap_complete, which would panic on a closed pipe.
+        // The script is written here, because clap_complete would panic on a closed pipe.
         Ok(io::Write::write_all(&mut io::stdout(), &script)?)
     }
 }

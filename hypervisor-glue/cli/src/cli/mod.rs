@@ -413,7 +413,7 @@ impl ControlSocketArgs {
 #[error("--json is an option of {0} alone: leave it out")]
 struct JsonError(&'static str);
 
-/// An option string argument, with the files that it names.
+/// An option string on the command line, with the files that it names.
 #[derive(Clone, Debug)]
 struct OptionsArgument<T> {
     /// The parsed argument, or the message about an invalid one.
@@ -432,7 +432,8 @@ impl<T: FromStr<Err = OptionError>> OptionsArgument<T> {
                 parsed: Ok(given),
                 option_files: described,
             }),
-            // A named file may have changed. As the old server's configuration is restored, the argument is not needed.
+            // A file that the argument names may have changed since the predecessor's start. The predecessor's configuration is
+            // restored, so the argument is not needed.
             Err(error) if has_persisted_configuration() => Ok(Self {
                 parsed: Err(error_text(&error)),
                 option_files: Vec::new(),
@@ -557,7 +558,7 @@ fn run_supervise(options: &SuperviseArgs) -> ExitCode {
         true => {
             let control = options.control.clone();
             let control = control.unwrap_or_else(|| Path::new(STATE_DIR).join(CONTROL_SOCKET));
-            // The process cannot change meanwhile, as a server without a supervisor refuses upgrades.
+            // The process id cannot change in the meantime, as a server without a supervisor refuses upgrades.
             match control::listening_pid(&control) {
                 None => return report_failure(&no_server_error(control)),
                 Some(number) => {
@@ -634,7 +635,7 @@ fn run_fault(options: FaultArgs) -> Result<(), Box<dyn Error>> {
         }
         _ if as_json => return Err(JsonError("`fault list`").into()),
         FaultCommand::Inject { drive, plan } => {
-            // Parse the plan here too, where its file name is known for errors.
+            // The server parses the plan as well, but only here is the name of its file known for error messages.
             let text = FaultPlan::read_text(&plan)?;
             FaultPlan::parse(&plan, &text)?;
             FaultRequest::Inject {

@@ -72,7 +72,7 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
     })
 }
 
-/// Joins parts into indented lines of at most [`WIDTH`] columns. Only a part that is wider itself has a wider line.
+/// Joins texts into indented lines of at most [`WIDTH`] columns. A text that is wider itself gets a line of its own.
 fn fill_lines(parts: impl Iterator<Item = String>) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for part in parts {

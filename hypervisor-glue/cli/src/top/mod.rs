@@ -243,9 +243,9 @@ pub struct TopView {
     previous: Option<TopSample>,
     current: Option<TopSample>,
     rows: Vec<TopRow>,
-    /// Recent IOPS of each row, by name.
+    /// Recent commands per second of each function or drive, by its name.
     history: HashMap<String, VecDeque<u64>>,
-    /// Recent IOPS of all functions.
+    /// Recent commands per second of all functions together.
     total: VecDeque<u64>,
     /// Error of the last sample, if it failed.
     sample_error: Option<String>,

@@ -19,7 +19,7 @@ const BARS_WIDTH: u16 = 20;
 /// Title of the rows' history.
 const HISTORY_TITLE: &str = "LAST IOPS";
 
-/// Columns that a narrow screen lacks, the first one first.
+/// Columns to leave out on a narrow screen, in this order, until the other columns fit.
 const OMITTED: [TopColumn; 7] = [
     TopColumn::Exits,
     TopColumn::Interrupts,
@@ -138,7 +138,8 @@ impl TopView {
         frame.render_widget(graph, area);
     }
 
-    /// Returns the width of a column. In the narrow form, only the sorted column has room for its mark.
+    /// Returns the width of a column. In the narrow form (`spacing` of 1), only the sorted column has space for the mark of the
+    /// sort order.
     fn column_width(&self, column: TopColumn, spacing: u16) -> u16 {
         let cells = self
             .rows

@@ -105,7 +105,7 @@ fn functions_are_added_and_removed_beside_others() {
         refused.contains("A VMM is connected to function a"),
         "{refused}"
     );
-    // The refused commands have not disconnected the guest.
+    // The refused commands have not disconnected the client.
     client.region_read(0, 8, &mut [0; 4]).unwrap();
     ask(&bench, "remove", &["a", "--force"]).unwrap();
     assert!(client.region_read(0, 8, &mut [0; 4]).is_err());
@@ -466,7 +466,7 @@ fn limits_change_under_a_guest_and_are_restored() {
     let added = fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
     assert!(added.contains("bandwidth = \"1M+2M\"\n"), "{added}");
     assert!(!added.contains("iops"), "{added}");
-    // The file sets no limit, so a reload removes the limit.
+    // The file has no limit for the function, so the reload removes the limit that `nvme-mpt limit` set.
     assert_eq!(
         ask(&bench, "reload", &[]).unwrap(),
         "Limited: a\nUnchanged: 0\n"
@@ -593,7 +593,7 @@ fn slow_to_wipe(bench: &Bench) -> impl Fn(&str, &str) -> String {
 fn slow_to_wipe_of(bench: &Bench, bytes: u64, time: &str) -> impl Fn(&str, &str) -> String {
     let big = fs::File::create(bench.path("big.img")).unwrap();
     big.set_len(bytes).unwrap();
-    // A wipe has eight commands in flight.
+    // A wipe has eight commands in flight. They make up one step, and take `time` together.
     let slow = format!(
         "[[fault]]\nkind = \"latency\"\nadd = \"{time}\"\noperations = [\"write-zeroes\"]\n"
     );
@@ -821,7 +821,7 @@ fn a_partial_request_of_a_disconnected_client_changes_nothing() {
     for end in 0..request.len() {
         say(&request.as_bytes()[..end]);
     }
-    // The server makes changes in order. So when this change is complete, so are all earlier ones.
+    // The server makes changes in the order of the requests. When this change is complete, all earlier ones are, too.
     ask(&bench, "add", &["socket=b.sock,path=memory:2M,id=b"]).unwrap();
     assert_eq!(list(&bench), [entry("b", "added", "waiting")]);
     assert!(!exists(&socket));

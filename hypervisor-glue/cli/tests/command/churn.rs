@@ -25,11 +25,11 @@ use vmm_device::{MsixMasking, NvmeFunction};
 use crate::support::{Bench, Server, TIMEOUT};
 use crate::vmms::await_leases;
 
-/// Bytes of an I/O.
+/// Size in bytes of a read or write.
 const PIECE: usize = 4096;
 const BLOCKS: u32 = (PIECE / 512) as u32;
 
-/// Rounds before the first measurement. In these rounds, poller threads start and the allocator fills its caches.
+/// Number of rounds before the first measurement. In these rounds, poller threads start and the allocator fills its caches.
 const WARM_UP: usize = 10;
 
 /// Largest growth of the server's anonymous memory, in KiB, that counts as noise of the allocator. Growth of 50 KiB was
@@ -54,7 +54,7 @@ const STUCK_MESSAGES: [&str; 2] = [
     "The kernel did not cancel request ",
 ];
 
-/// Resources of a process.
+/// Resources that a server's process has, which must not grow.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct HeldResources {
     descriptors: usize,
@@ -103,7 +103,8 @@ impl HeldResources {
     }
 }
 
-/// Phases of a test. During all of them except the last, a guest works and verifies its data.
+/// Phases of a test, as values of an atomic that the threads share. In all phases except the last, a guest works and verifies
+/// its data.
 const IDLE: u8 = 0;
 const BESIDE: u8 = 1;
 const ELSEWHERE: u8 = 2;
@@ -195,7 +196,8 @@ fn witness(path: &Path, phase: &AtomicU8) -> Duration {
     longest
 }
 
-/// Stops a server, which must succeed. Its log may report stuck requests only if a write of the probe was slow as well.
+/// Stops a server and checks its exit status. Its log may report stuck requests only if a write of the probe was slow as well;
+/// `longest` is the probe's slowest.
 fn stop(server: Server, longest: Duration) {
     let (status, log) = server.signal("TERM");
     assert!(status.success(), "{status}: {log}");
@@ -346,8 +348,8 @@ fn run_churn(count: usize, compares: bool) {
     let bench = Bench::new();
     let function = "socket=load.sock,path=drive.img,range=0+16M,id=load";
     let mut serve = bench.serve_command("one", &[function]);
-    // The limit makes the allocator's memory reproducible: without it, threads may have their own heaps, whose number
-    // depends on chance.
+    // This limit makes the growth of the allocator's memory reproducible: otherwise, threads may have their own heaps, whose
+    // number depends on chance.
     serve.env("MALLOC_ARENA_MAX", "1");
     let server = Server::start(serve).unwrap();
     let churn = Churn::new(&bench);

@@ -359,7 +359,7 @@ fn tests_that_documents_name_exist() {
     }
 }
 
-/// Returns the directories for which letters stand in `docs/neighbours.md`, by letter.
+/// Returns the directories that `docs/neighbours.md` abbreviates by letters, each with its letter.
 fn folders(page: &str) -> Vec<(String, String)> {
     let paths = page
         .lines()

@@ -13,7 +13,7 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 use crate::replaced_servers::SupervisedServer;
 use crate::support::Bench;
 
-/// Guest that must not lose its drive.
+/// Client of a function, which must not lose its drive.
 struct Guest {
     disk: Disk,
     _controller: Controller,

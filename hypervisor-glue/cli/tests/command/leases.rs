@@ -189,8 +189,8 @@ fn killed_at_any_moment_a_server_leaves_a_whole_ledger() {
     for round in 0..40 {
         let mut command = bench.serve_command("one", &[function]);
         let mut process = command.stdout(Stdio::null()).spawn().unwrap();
-        // On any machine, these delays end before the server reads the ledger, after it has changed the ledger, or in
-        // between.
+        // The rounds have different delays. So on any machine, some servers are killed before they read the ledger, some after
+        // they have changed the ledger, and some in between.
         thread::sleep(Duration::from_micros(250 * round));
         process.kill().unwrap();
         process.wait().unwrap();
@@ -218,7 +218,7 @@ fn the_ledger_is_private_to_its_user() {
     };
     bench.serve("one", &[function]).unwrap().stop();
     narrow();
-    // File modes that earlier versions have left.
+    // Sets the file modes that earlier versions have left, as if one of them had run.
     let widen = |name: &str, mode| {
         fs::set_permissions(bench.path(name), fs::Permissions::from_mode(mode)).unwrap();
     };

@@ -28,21 +28,21 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use crate::support::{Bench, TIMEOUT, exists, has_aio};
 
-/// Bytes of a command.
+/// Size in bytes of a read or write command.
 const PIECE: usize = 4096;
 const BLOCKS: u32 = (PIECE / 512) as u32;
-/// Number of blocks that commands use. It is small, so that each block is written often.
+/// Number of places on the drive that commands use. It is small, so that each place is written often.
 const PLACES: u64 = 64;
-/// Commands in flight.
+/// Number of commands that a guest keeps in flight.
 const DEPTH: usize = 16;
 /// Completed commands between two admin commands.
 const PER_ADMIN: u64 = 200;
 /// Gaps between completions below this duration are not recorded.
 const BRIEF: Duration = Duration::from_micros(100);
-/// Gap after which the guest sleeps between polls. A running server completes a command faster.
+/// Time without a completion after which the guest sleeps between polls. A running server completes a command faster.
 const LIVELY: Duration = Duration::from_millis(1);
 
-/// All ways in which a client rings doorbells.
+/// Doorbell modes, the ways in which a client writes doorbells, with which the tests run.
 const DOORBELLS: [DoorbellMode; 3] = [
     DoorbellMode::Shadow,
     DoorbellMode::Mapped,
@@ -109,7 +109,7 @@ impl SupervisedServer {
         }
     }
 
-    /// Discards earlier readiness messages. There may be several, if an upgrade was requested twice.
+    /// Discards "ready" messages that have arrived. There may be several, if an upgrade was requested twice.
     fn forget_ready(&self) {
         while self.ready.try_recv().is_ok() {}
     }
@@ -246,7 +246,7 @@ struct LongestTimes {
     pauses: Vec<Pause>,
 }
 
-/// Time span without a completion.
+/// Time span without a completion, or without a server.
 #[derive(Clone, Copy, Debug)]
 struct Pause {
     from: Timestamp,
@@ -354,7 +354,7 @@ impl Guest {
         self.queue.ring();
     }
 
-    /// Takes completions, and checks that each belongs to a command in flight.
+    /// Consumes completions, and checks that each belongs to a command in flight.
     fn take(&mut self, course: &TestProgress) {
         while let Some(cqe) = self.queue.poll() {
             let flight = self.flights.remove(&cqe.cid());
@@ -400,8 +400,8 @@ impl Guest {
     fn run(mut self, course: &TestProgress) -> (u64, LongestTimes) {
         let mut administered = 0;
         self.last = Instant::now();
-        // If the host has held up this guest for long, the guest continues until it has completed a command for each ended
-        // server.
+        // A guest that the host has held up continues beyond the end of the test, until it has completed a command for each
+        // ended server.
         let is_over = |done: u64| {
             let ended = course.ended.load(Ordering::Relaxed) as u64;
             course.is_over.load(Ordering::Relaxed) && done > ended + 1
@@ -503,8 +503,8 @@ fn histogram(times: &[Duration]) -> String {
     counts.join(", ")
 }
 
-/// Returns, for each span of `times`, the longest pause of a client in it. Omits spans in which the client waited for no
-/// completion, or had an admin command.
+/// Returns, for each span of `times`, the longest pause of a client that overlaps the span. Omits spans without such a pause,
+/// as the client had no command in flight or had an admin command.
 fn pauses_at(times: &[Pause], pauses: &[Pause]) -> Vec<Duration> {
     let longest = |time: &Pause| {
         let here = pauses.iter().filter(|pause| pause.overlaps(*time));
@@ -550,7 +550,7 @@ fn report(end: ServerEnd, name: &str, without_server: &[Pause], mut figures: Gue
     }
 }
 
-/// Ends `times` servers of a file for each doorbell mode.
+/// Checks for each doorbell mode that a guest on a drive in a file survives the end of `times` servers.
 fn survives_on_a_file(end: ServerEnd, times: usize) {
     for doorbells in DOORBELLS {
         survives(end, "drive.img", doorbells, true, times);
@@ -561,7 +561,8 @@ fn survives(end: ServerEnd, drive: &str, doorbells: DoorbellMode, keeps: bool, t
     survives_with(end, drive, doorbells, keeps, times, "");
 }
 
-/// Does the same as [`survives`] with further function options, each of which starts with a comma.
+/// Checks that a guest survives the end of `times` servers. `options` are further options of the function, each of which starts
+/// with a comma.
 fn survives_with(
     end: ServerEnd,
     drive: &str,
@@ -795,7 +796,8 @@ fn a_server_continues_if_its_successor_fails() {
     assert_ne!(successor, server);
     let logged = format!("Process {} is replacing this server", successor.unwrap());
     assert!(kept.log().contains(&logged), "{}", kept.log());
-    // The command had looked for the successor over a connection that was then closed.
+    // `nvme-mpt upgrade` looked for the successor by a connection without a request. The server must not log its end as an
+    // error.
     let cut = "not answered: unexpected end of file";
     assert!(!kept.log().contains(cut), "{}", kept.log());
     kept.stop();
@@ -970,7 +972,8 @@ fn the_end_of_a_supervisor_is_reported_and_another_supervisor_can_adopt_the_serv
     await_output(&bench, "stats", &["--json"], r#""supervisor":"runs""#);
     let (_, warned) = await_output(&bench, "list", &[], "drive.img");
     assert_eq!(warned, "");
-    // The server that the new supervisor has adopted is not its child. The successor is a child of this server.
+    // The new supervisor has adopted the server, which is not its child. The successor is a child of the adopted server, and
+    // the supervisor must accept it.
     let ended = || course.ended.fetch_add(1, Ordering::Relaxed);
     ended();
     bench
@@ -1470,7 +1473,7 @@ fn a_function_that_the_next_server_cannot_restore_is_offered_without_its_state()
     kept.upgrade(&bench);
     let log = kept.log();
     assert_eq!(log.matches("of the previous process: ").count(), 2, "{log}");
-    // The old server has listened on the sockets until then, so the new server could bind them.
+    // The new server waited for the end of the predecessor, which had the sockets, before it bound them anew.
     assert!(!log.contains("cannot be offered"), "{log}");
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
     guest.administer();
@@ -1523,7 +1526,8 @@ fn seen_by_guest(controller: &mut Controller) -> BTreeMap<String, Vec<u8>> {
     let served = (0..=u8::MAX).zip(features.chunks(4));
     for (fid, _) in served.filter(|(fid, effects)| effects[0] & 1 != 0 && *fid != TIMESTAMP) {
         for selected in 0..2 {
-            // Over and Under Temperature Threshold, and two vectors.
+            // A Get Features command selects by this dword: for feature 4, the Over or Under Temperature Threshold; for feature
+            // 9, one of two vectors.
             let dword = match fid {
                 0x04 => selected << 20,
                 0x09 => selected,

@@ -253,7 +253,7 @@ fn statistics_are_available_as_text_and_json() {
     let table = bench.ask_until("stats", &[], has_function).unwrap();
     assert!(table.starts_with("vm-1: ") && table.contains("doorbell exits"));
 
-    // If a reader closes the pipe early, that is no error.
+    // It is no error if the reader of a command's output closes the pipe early.
     let deadline = Instant::now() + TIMEOUT;
     loop {
         let watch = ["--control", "one.control", "--json", "--watch", "0.1"];

@@ -44,7 +44,7 @@ fn leases(bench: &Bench) -> Vec<Value> {
     leases
 }
 
-/// Id with data on a drive: its name, the MiB of its data, and whether it has a lease.
+/// An id with data on a drive: the id, the MiB of its data, and whether it has a lease.
 type Part = (String, u64, bool);
 
 /// Returns the free MiB of the only drive, and the ids with data on the drive, from `nvme-mpt capacity`.
@@ -427,7 +427,7 @@ fn a_function_shrinks_only_on_request_and_released_extents_are_erased() {
         log.contains("Lease a: ") && log.contains("Lease b: ") && log.contains("is wiped"),
         "{log}"
     );
-    // The function keeps its smaller size.
+    // After a restart, the function still has the smaller size.
     let server = bench.serve("one", &[]).unwrap();
     assert_eq!(extents(&bench, "a"), [(1, 2)]);
     server.stop();

@@ -193,7 +193,7 @@ fn fail_a_write_back(device: &Path) {
     let file = File::options().write(true).open(device).unwrap();
     file.write_all_at(&vec![0x41; 4 * CAPACITY as usize], 0)
         .unwrap();
-    // Takes the place of the server that is killed before it records the error.
+    // This sync consumes the error, as a server does that is killed before it records the error.
     told.sync_all().unwrap_err();
 }
 

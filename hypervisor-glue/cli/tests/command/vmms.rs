@@ -343,7 +343,7 @@ impl Guest {
         // The command fails, so the poller completes it and raises the vector.
         self.queue.submit(Sqe::read(1, u64::MAX, 1)).unwrap();
         self.queue.ring();
-        // When a poller begins to watch the admin doorbells, it signals events for values that are already there.
+        // A poller that begins to watch the admin doorbells signals an event for each doorbell that has a value already.
         host.begin_untrapped_doorbells().unwrap();
         self
     }
@@ -379,7 +379,7 @@ impl Guest {
         self.controller.status().unwrap() & CSTS_FATAL != 0
     }
 
-    /// Returns the number of blocks of the namespace, as the controller reports it now.
+    /// Identifies the namespace anew, and returns its number of blocks.
     fn blocks(&mut self) -> u64 {
         self.controller.identify_namespace(1).unwrap().nsze
     }
@@ -821,7 +821,7 @@ fn a_hundred_servers_are_killed_under_a_function() {
         server = self::server(&bench);
         assert_eq!(vmm.order("await"), "all done");
         times.push(killed.elapsed());
-        // A late write of the killed server would show here.
+        // A late write of the killed server would make this pass fail.
         assert_eq!(vmm.pass(), "passed");
         assert_eq!(vmm.order("read"), "passed");
     }

@@ -17,7 +17,7 @@ import (
 	"nvme-mpt.internal/kubernetes/internal/server"
 )
 
-// scratch is the folder of the function in each pod.
+// scratch is the folder with the function's socket in the container of each pod.
 const scratch = "/run/nvme-mpt/scratch/disk"
 
 func must(t *testing.T, err error) {
@@ -35,13 +35,14 @@ func (c *cluster) awaitRunning(t *testing.T, pods ...string) {
 	}
 }
 
-// awaitAgreement waits until ledger and API server agree. Claims of pods that are gone go a moment after them.
+// awaitAgreement waits until the ledger has a lease for each allocated claim in the API server, and no other lease. The claim
+// of a deleted pod is deleted a moment after the pod.
 func (c *cluster) awaitAgreement(t *testing.T) {
 	t.Helper()
 	c.await(t, "agreement of ledger and API server", func() error { return c.agree(t.Context()) })
 }
 
-// awaitClean waits until nothing of any claim is left.
+// awaitClean waits until no claim is left, and no pod, function, lease, data or file of a claim.
 func (c *cluster) awaitClean(t *testing.T) {
 	t.Helper()
 	began := time.Now()
@@ -49,7 +50,7 @@ func (c *cluster) awaitClean(t *testing.T) {
 	t.Logf("nothing was left after %.1f s", time.Since(began).Seconds())
 }
 
-// waits returns an error unless the scheduler has found no place for the pod.
+// waits checks that the pod is pending because the scheduler has found no drive for its claim.
 func (c *cluster) waits(ctx context.Context, name string) error {
 	pod, err := c.client.CoreV1().Pods(tenants).Get(ctx, name, metav1.GetOptions{})
 	if err != nil {
@@ -65,7 +66,7 @@ func (c *cluster) waits(ctx context.Context, name string) error {
 
 func TestTheThirdOfThreeClaimsWaitsForTheEndOfTheSecond(t *testing.T) {
 	c := theCluster(t)
-	// One of eight units stays free.
+	// The first two claims leave one of the drive's eight units of 1 GiB free, too few for the third claim.
 	must(t, c.claim(t.Context(), "first", small, 6*gib))
 	must(t, c.claim(t.Context(), "second", small, gib))
 	c.awaitRunning(t, "first", "second")
@@ -103,7 +104,7 @@ func TestAClaimThatKeepsItsDataOutlivesItsPod(t *testing.T) {
 		if claim == nil || !claims.IsHeld(claim) || len(claims.Results(claim)) != 1 {
 			t.Fatalf("the claim is not held: %v", claim)
 		}
-		// Its data lies on the drive.
+		// The ledger still has the claim's data, although no pod uses the claim.
 		c.awaitAgreement(t)
 	}
 	must(t, c.client.ResourceV1().ResourceClaims(tenants).Delete(t.Context(), name, metav1.DeleteOptions{}))
@@ -120,7 +121,7 @@ func TestTheExampleOfAPodRuns(t *testing.T) {
 	c.awaitClean(t)
 }
 
-// kubelet dies while two pods run. One of them is deleted before it is there again.
+// kubelet is killed while two pods run. One of the pods is deleted before kubelet is started again.
 func TestPodsOutliveAKubeletThatIsRestarted(t *testing.T) {
 	c := theCluster(t)
 	must(t, c.claim(t.Context(), "stays", large, 2*gib))
@@ -172,11 +173,12 @@ func TestPodsOutliveAKubeletThatIsRestarted(t *testing.T) {
 
 const (
 	comers = 50
-	// atOnce is the number of claims that are there at the same time.
+	// atOnce is the number of claims that exist at the same time.
 	atOnce = 10
 )
 
-// comeAndGo has claims come and go, some at a time. It returns the seconds from each claim to its running pod.
+// comeAndGo creates pods with claims and deletes them again, several at the same time. It returns the sorted times in seconds
+// from the creation of each claim until its pod runs.
 func (c *cluster) comeAndGo(t *testing.T) []float64 {
 	t.Helper()
 	var (
@@ -205,7 +207,7 @@ func (c *cluster) comeAndGo(t *testing.T) []float64 {
 	return seconds
 }
 
-// comer has a claim come and go, and returns the time from the claim to its running pod.
+// comer creates a pod with a claim, waits until the pod runs, and deletes the pod. It returns the time until the pod ran.
 func (c *cluster) comer(ctx context.Context, name string, size int64) (time.Duration, error) {
 	began := time.Now()
 	if err := c.claim(ctx, name, large, size); err != nil {
@@ -243,7 +245,8 @@ func TestFiftyClaimsComeAndGo(t *testing.T) {
 func TestThePluginIsKilledWhileFiftyClaimsComeAndGo(t *testing.T) {
 	c := theCluster(t)
 	var kills atomic.Int64
-	// Each time, other claims are amid their steps.
+	// While one container is created, other claims are being prepared or unprepared. So the plugin is killed at different
+	// points of its work.
 	kill := func(number int) {
 		if number%5 == 0 {
 			kills.Add(int64(c.runtime.KillProcesses(driverImage)))
@@ -258,7 +261,7 @@ func TestThePluginIsKilledWhileFiftyClaimsComeAndGo(t *testing.T) {
 	}
 	t.Logf("the programs of the driver were killed %d times", kills.Load())
 	c.awaitClean(t)
-	// The next claim finds a plugin.
+	// The plugin was restarted, so another claim is prepared.
 	_, err := c.comer(t.Context(), "last", gib)
 	must(t, err)
 	c.awaitClean(t)

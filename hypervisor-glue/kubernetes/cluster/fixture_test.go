@@ -40,49 +40,49 @@ import (
 )
 
 const (
-	// patience is the longest time for which a machine may hold the cluster up.
+	// patience is the timeout of each wait. It exceeds any delay of a busy machine.
 	patience = 15 * time.Minute
 	pause    = 50 * time.Millisecond
-	// tenants is the namespace of pods with claims: that of the examples.
+	// tenants is the namespace of the pods with claims, which the examples use as well.
 	tenants = "default"
-	// driverImage is the image of the manifest.
+	// driverImage is the image of the driver that the manifest names.
 	driverImage = "nvme-mpt-dra:0.1"
 	cdiFolder   = "/var/run/cdi"
 	stateFolder = "/var/lib/nvme-mpt"
 	gib         = 1 << 30
-	// serverUser runs the server, as the Debian package has it.
+	// serverUser is the user id with which the server runs, as in the Debian package.
 	serverUser = 64001
 )
 
-// drive is a file without blocks.
+// drive is a drive in a sparse file.
 type drive struct {
 	path  string
 	bytes int64
-	// selector is the expression by which claims select it.
+	// selector is the CEL expression by which claims select this drive.
 	selector string
 }
 
 var (
-	// large has room for all claims of all tests, so none waits until data of others is erased.
+	// large has space for the claims of all tests together, so that no claim waits until data of an earlier claim is erased.
 	large = drive{"/var/lib/large.img", 2048 * gib, `device.capacity["nvme-mpt.internal"].size.isGreaterThan(quantity("16Gi"))`}
 	small = drive{"/var/lib/small.img", 8 * gib, `device.capacity["nvme-mpt.internal"].size.isLessThan(quantity("16Gi"))`}
 )
 
-// cluster is a cluster with the driver's manifests.
+// cluster is a Kubernetes cluster in which the driver's manifests are applied, with a drive server on its node.
 type cluster struct {
 	plane   *plane.Plane
 	client  kubernetes.Interface
 	runtime *cri.Runtime
 	served  *machine.Process
 	server  *server.Server
-	// created is called after each container with CDI devices was made.
+	// created is called after the creation of each container with CDI devices, with the number of such containers so far.
 	created atomic.Pointer[func(int)]
 }
 
-// started is the one cluster of all tests. It ends with the machine.
+// started returns the cluster that all tests share, and starts it at the first call. The cluster ends with the machine.
 var started = sync.OnceValues(start)
 
-// theCluster returns the cluster, or skips the test.
+// theCluster returns the shared cluster. It skips the test if no cluster can be started here.
 func theCluster(t *testing.T) *cluster {
 	t.Helper()
 	if notChecked != "" {
@@ -139,7 +139,7 @@ func start() (*cluster, error) {
 			return errors.New("the server is not ready")
 		}
 		_, noAccount := c.client.CoreV1().ServiceAccounts(tenants).Get(ctx, "default", metav1.GetOptions{})
-		// As an administrator does by `kubectl label`.
+		// An administrator sets this label by `kubectl label`, so that the node gets a plugin.
 		label := []byte(`{"metadata":{"labels":{"nvme-mpt.internal/drives":"true"}}}`)
 		_, noNode := c.client.CoreV1().Nodes().Patch(ctx, plane.Node, types.MergePatchType, label, metav1.PatchOptions{})
 		return errors.Join(noAccount, noNode)
@@ -164,7 +164,7 @@ func start() (*cluster, error) {
 	})
 }
 
-// serve starts `nvme-mpt serve`. Its user may give sockets away, as a claim's `owner` asks for.
+// serve starts `nvme-mpt serve` with the right to give sockets to other users, which the parameter `owner` of a claim requires.
 func (c *cluster) serve() error {
 	err := errors.Join(os.Mkdir(stateFolder, 0o700), os.Chown(stateFolder, serverUser, serverUser))
 	arguments := []string{"serve", "--state-dir", stateFolder}
@@ -184,7 +184,7 @@ func (c *cluster) serve() error {
 	return err
 }
 
-// apply applies the objects of a file.
+// apply creates the objects of a manifest in the cluster.
 func (c *cluster) apply(ctx context.Context, path string) error {
 	text, err := os.ReadFile(path)
 	if err != nil {
@@ -227,7 +227,7 @@ func (c *cluster) apply(ctx context.Context, path string) error {
 	}
 }
 
-// wait waits until the condition has no error.
+// wait waits until the condition returns no error.
 func (c *cluster) wait(ctx context.Context, what string, is func() error) error {
 	for deadline := time.Now().Add(patience); ; {
 		missing := is()
@@ -244,7 +244,7 @@ func (c *cluster) wait(ctx context.Context, what string, is func() error) error 
 	}
 }
 
-// await fails the test unless the condition comes to have no error.
+// await waits until the condition returns no error. It fails the test if that takes too long.
 func (c *cluster) await(t *testing.T, what string, is func() error) {
 	t.Helper()
 	if err := c.wait(t.Context(), what, is); err != nil {
@@ -252,7 +252,7 @@ func (c *cluster) await(t *testing.T, what string, is func() error) {
 	}
 }
 
-// claim creates a pod with a claim of its own for a part of a drive.
+// claim creates a pod and, from a template, the pod's own claim for a part of a drive.
 func (c *cluster) claim(ctx context.Context, name string, on drive, size int64) error {
 	devices := resourceapi.DeviceClaim{Requests: []resourceapi.DeviceRequest{{
 		Name: "disk",
@@ -291,7 +291,7 @@ func (c *cluster) pod(ctx context.Context, name string, claim corev1.PodResource
 	return err
 }
 
-// running returns an error unless the pod runs, and its container has a socket at each of the paths.
+// running checks that the pod runs, and that its container has a mounted socket folder at each of the paths and at no other.
 func (c *cluster) running(ctx context.Context, name string, paths ...string) error {
 	pod, err := c.client.CoreV1().Pods(tenants).Get(ctx, name, metav1.GetOptions{})
 	if err != nil {
@@ -323,7 +323,7 @@ func (c *cluster) deletePod(ctx context.Context, name string) error {
 	return errors.Join(err, c.client.CoreV1().Pods(tenants).Delete(ctx, name, metav1.DeleteOptions{}))
 }
 
-// gone returns an error as long as there is a pod of that name.
+// gone checks that no pod has this name.
 func (c *cluster) gone(ctx context.Context, name string) error {
 	_, err := c.client.CoreV1().Pods(tenants).Get(ctx, name, metav1.GetOptions{})
 	switch {
@@ -335,13 +335,13 @@ func (c *cluster) gone(ctx context.Context, name string) error {
 	return fmt.Errorf("pod %s is there", name)
 }
 
-// use is the part of a drive that belongs to a lease.
+// use is the part of a drive that a lease has: the drive's device name, and the size.
 type use struct {
 	device string
 	bytes  int64
 }
 
-// agree returns an error unless the ledger has what the API server has allocated.
+// agree checks that the ledger and the API server have the same leases, on the same drives and with the same sizes.
 func (c *cluster) agree(ctx context.Context) error {
 	all, err := (claims.Cluster{Client: c.client}).List(ctx)
 	if err != nil {
@@ -370,7 +370,7 @@ func (c *cluster) agree(ctx context.Context) error {
 	return nil
 }
 
-// clean returns an error as long as anything of a claim is left.
+// clean checks that no claim is left, and no pod, function, lease, data or file of a claim.
 func (c *cluster) clean(ctx context.Context) error {
 	pods, err1 := c.client.CoreV1().Pods(tenants).List(ctx, metav1.ListOptions{})
 	all, err2 := (claims.Cluster{Client: c.client}).List(ctx)
@@ -389,7 +389,7 @@ func (c *cluster) clean(ctx context.Context) error {
 	}{
 		{"pods", len(pods.Items)}, {"claims", len(all)}, {"functions", len(functions)}, {"leases", len(leases)},
 		{"CDI files", len(files)}, {"folders of sockets", len(sockets)},
-		// kubelet forgets containers that have ended once a minute.
+		// Ended containers do not count: kubelet removes them only once a minute.
 		{"running containers", len(slices.DeleteFunc(c.runtime.Containers(tenants), func(found cri.Container) bool { return !found.IsRunning }))},
 	} {
 		if found.number > 0 {

@@ -18,7 +18,8 @@ import (
 )
 
 const (
-	// programsVariable names a folder that keeps the cluster's programs from one run to the next.
+	// programsVariable is the environment variable with the path of a folder in which the built programs of the cluster stay
+	// for the next run.
 	programsVariable = "NVME_MPT_CLUSTER_PROGRAMS"
 	// programs is the folder of the cluster's programs in the machine.
 	programs = "/var/programs"
@@ -26,7 +27,7 @@ const (
 	image = "/var/image"
 )
 
-// packages are the cluster's programs.
+// packages are the Go packages of the cluster's programs.
 var packages = []string{
 	"go.etcd.io/etcd/server/v3",
 	"k8s.io/kubernetes/cmd/kube-apiserver",
@@ -41,7 +42,7 @@ const (
 	version = "v1.36.3"
 )
 
-// notChecked is the reason for which there is no cluster.
+// notChecked is the reason why no cluster can be started here; empty if one can.
 var notChecked string
 
 func TestMain(m *testing.M) {
@@ -84,7 +85,7 @@ func runMachine(binary string) (status int, err error) {
 		return 0, err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(folder)) }()
-	// The server has a user of its own.
+	// The server runs as another user, who must be able to enter the folder.
 	if err := os.Chmod(folder, 0o755); err != nil {
 		return 0, err
 	}
@@ -121,7 +122,8 @@ func runMachine(binary string) (status int, err error) {
 	return machine.Run(folder)
 }
 
-// build builds programs. Without optimization, as the driver's tests are: they share a build of what both need.
+// build builds programs without optimization, as the driver's tests are built. So the compiled packages that both need are
+// built only once.
 func build(module, folder, flags string, packages ...string) error {
 	arguments := append([]string{"build", "-gcflags=all=-N -l", "-ldflags=" + flags, "-o", folder}, packages...)
 	command := exec.Command("go", arguments...)

@@ -26,7 +26,7 @@ import (
 
 const (
 	driverNamespace = "nvme-mpt"
-	// probe is the user agent of this test.
+	// probe is the user agent of this test's own requests, by which the audit log distinguishes them from the driver's.
 	probe = "probe"
 )
 
@@ -48,7 +48,7 @@ type event struct {
 	} `json:"responseStatus"`
 }
 
-// requests returns what the accounts of the driver asked the API server for.
+// requests returns the requests of the driver's accounts to the API server, without those of this test.
 func requests(t *testing.T) []event {
 	t.Helper()
 	log, err := os.Open(plane.AuditLog)
@@ -68,7 +68,7 @@ func requests(t *testing.T) []event {
 	return all
 }
 
-// right is a verb for a kind of objects.
+// right returns the name of a right: a verb on a kind of objects.
 func right(verb, group, resource, subresource string) string {
 	if subresource != "" {
 		resource += "/" + subresource
@@ -93,7 +93,7 @@ func (c *cluster) granted(t *testing.T, role string) map[string]bool {
 	return rights
 }
 
-// as returns a client with the token of the driver's own pod, as kubelet has mounted it.
+// as returns a client that acts as the driver: it uses the token that kubelet has mounted into the pod of this account.
 func (c *cluster) as(t *testing.T, account string) kubernetes.Interface {
 	t.Helper()
 	pods, err := c.client.CoreV1().Pods(driverNamespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app=" + account})
@@ -163,7 +163,7 @@ func TestTheDriverMayDoNoMoreThanItsManifestAllows(t *testing.T) {
 			return err
 		}
 	}
-	// Slices of others, which it can see.
+	// The node's plugin can see these slices of another node and of another driver, but may not change them.
 	_, err := administrator.ResourceSlices().Create(ctx, slice("of-another-node", "worker-2", names.Driver), metav1.CreateOptions{})
 	must(t, err)
 	_, err = administrator.ResourceSlices().Create(ctx, slice("of-another-driver", plane.Node, "other.internal"), metav1.CreateOptions{})
@@ -183,7 +183,7 @@ func TestTheDriverMayDoNoMoreThanItsManifestAllows(t *testing.T) {
 	of := func(_ any, err error) error { return err }
 	patch := []byte(`{"metadata":{"labels":{"a":"b"}}}`)
 
-	// What it may do is done with the same clients, so a refusal has no other cause.
+	// Requests that are allowed succeed with the same clients. So a refusal below has no other cause than missing rights.
 	must(t, of(node.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{})))
 	must(t, of(node.CoreV1().Nodes().Get(ctx, plane.Node, metav1.GetOptions{})))
 	must(t, of(hold.ResourceV1().ResourceClaims(tenants).Get(ctx, claim.Name, metav1.GetOptions{})))
@@ -211,7 +211,7 @@ func TestTheDriverMayDoNoMoreThanItsManifestAllows(t *testing.T) {
 		{"hold reads pods", of(hold.CoreV1().Pods(tenants).List(ctx, metav1.ListOptions{}))},
 		{"hold reads secrets", of(hold.CoreV1().Secrets(tenants).List(ctx, metav1.ListOptions{}))},
 	} {
-		// A policy that denies answers that the object is not valid.
+		// An admission policy refuses with the error that the object is not valid.
 		if !apierrors.IsForbidden(attempt.err) && !(apierrors.IsInvalid(attempt.err) && strings.Contains(attempt.err.Error(), "ValidatingAdmissionPolicy")) {
 			t.Errorf("%s: %v", attempt.what, attempt.err)
 		}
@@ -220,7 +220,7 @@ func TestTheDriverMayDoNoMoreThanItsManifestAllows(t *testing.T) {
 		administrator.ResourceSlices().Delete(ctx, "of-another-driver", metav1.DeleteOptions{}),
 		c.deletePod(ctx, "claimant"),
 	))
-	// Slices of nodes that do not exist may be collected before.
+	// The slice may be deleted already, since the node that it names does not exist.
 	if err := administrator.ResourceSlices().Delete(ctx, "of-another-node", metav1.DeleteOptions{}); !apierrors.IsNotFound(err) {
 		must(t, err)
 	}

@@ -26,7 +26,7 @@ import (
 
 const gib = 1 << 30
 
-// patience is the longest time for which a machine may hold the controller up.
+// patience is the timeout for the controller. It exceeds any delay of a busy machine.
 const patience = 3 * time.Minute
 
 func published(free int64, gone bool, warning server.Warnings) []resourceapi.Device {
@@ -54,7 +54,7 @@ func TestSlicesAreValidHoweverLittleIsLeft(t *testing.T) {
 					Devices:  found,
 				},
 			}
-			// As the API server does before.
+			// The API server also sets the defaults before it validates an object.
 			apiv1.SetObjectDefaults_ResourceSlice(slice)
 			var internal api.ResourceSlice
 			if err := apiv1.Convert_v1_ResourceSlice_To_resource_ResourceSlice(slice, &internal, nil); err != nil {
@@ -67,7 +67,7 @@ func TestSlicesAreValidHoweverLittleIsLeft(t *testing.T) {
 	}
 }
 
-// allocated returns a claim that a pod which is gone used.
+// allocated returns an allocated claim. The pod that it is reserved for does not exist any more.
 func allocated() *resourceapi.ResourceClaim {
 	return &resourceapi.ResourceClaim{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "disk", UID: "uid", ResourceVersion: "1", Finalizers: []string{resourceapi.Finalizer}},
@@ -108,7 +108,8 @@ func TestAHoldIsAValidConsumer(t *testing.T) {
 	}
 }
 
-// TestAClaimStaysAllocatedAsLongAsItIsHeld runs Kubernetes' own controller of claims.
+// TestAClaimStaysAllocatedAsLongAsItIsHeld runs Kubernetes' own claim controller on a claim that is held, and on one that is
+// not.
 func TestAClaimStaysAllocatedAsLongAsItIsHeld(t *testing.T) {
 	for _, isHeld := range []bool{false, true} {
 		client := fake.NewClientset(allocated())
@@ -130,7 +131,7 @@ func TestAClaimStaysAllocatedAsLongAsItIsHeld(t *testing.T) {
 		factory.Start(ctx.Done())
 		factory.WaitForCacheSync(ctx.Done())
 		go controller.Run(ctx, 1)
-		// awaitClaim returns the claim once the controller has brought it there.
+		// awaitClaim waits until the controller has changed the claim so that the condition is true, and returns the claim.
 		awaitClaim := func(what string, is func(*resourceapi.ResourceClaim) bool) *resourceapi.ResourceClaim {
 			t.Helper()
 			for deadline := time.Now().Add(patience); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
@@ -153,14 +154,14 @@ func TestAClaimStaysAllocatedAsLongAsItIsHeld(t *testing.T) {
 			}
 			return true
 		})
-		// The pod and the allocation go in one step.
+		// The controller removes the pod and the allocation by one update, so the allocation can be checked now.
 		if (claim.Status.Allocation != nil) != isHeld || claims.IsHeld(claim) != isHeld {
 			t.Errorf("held: %v, allocation %v, consumers %v", isHeld, claim.Status.Allocation, claim.Status.ReservedFor)
 		}
 		if !isHeld {
 			continue
 		}
-		// The user deletes it, and `nvme-mpt-dra hold` lets go of it.
+		// The user deletes the claim, and `nvme-mpt-dra hold` releases it.
 		claim.DeletionTimestamp = new(metav1.Now())
 		if _, err := client.ResourceV1().ResourceClaims("default").Update(ctx, claim, metav1.UpdateOptions{}); err != nil {
 			t.Fatal(err)

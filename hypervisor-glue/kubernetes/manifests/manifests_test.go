@@ -20,7 +20,7 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 )
 
-// objects returns all objects of a file, without a field that is not known.
+// objects decodes all objects of a file. It fails the test if an object has an unknown field.
 func objects(t *testing.T, file string) []runtime.Object {
 	t.Helper()
 	text, err := os.ReadFile(file)
@@ -39,7 +39,7 @@ func objects(t *testing.T, file string) []runtime.Object {
 	return all
 }
 
-// one returns the first object of a type that has a name.
+// one returns the object of this type and name in the manifest.
 func one[T interface {
 	runtime.Object
 	GetName() string
@@ -121,7 +121,7 @@ func TestPodsAreConfined(t *testing.T) {
 	}
 }
 
-// TestANodeChangesSlicesOfItsOwnAlone runs the policy's expressions.
+// TestANodeChangesSlicesOfItsOwnAlone evaluates the expressions of the manifest's admission policy.
 func TestANodeChangesSlicesOfItsOwnAlone(t *testing.T) {
 	policy := one[*admission.ValidatingAdmissionPolicy](t, "nvme-mpt-node")
 	base := environment.MustBaseEnvSet(version.MajorMinor(1, 34))

@@ -139,7 +139,7 @@ func runNode(ctx context.Context, arguments []string) error {
 			Cluster: claims.Cluster{Client: api},
 			Folder:  *sockets,
 			CDI:     cdi.Folder(*cdiFolder),
-			// kubelet asks again after a failure, but only after ten seconds and more.
+			// If Prepare fails, kubelet repeats the request after ten seconds or more. So Prepare waits that long itself.
 			HoldPatience: 10 * time.Second,
 			WeightMax:    *weightMax,
 		},

@@ -65,7 +65,7 @@ func Results(claim *resourceapi.ResourceClaim) []resourceapi.DeviceRequestAlloca
 	return own
 }
 
-// IsKept reports whether any data of a claim outlives its pods.
+// IsKept reports whether data of any request of a claim stays after the claim's pods have ended.
 func IsKept(claim *resourceapi.ResourceClaim) (bool, error) {
 	for _, result := range Results(claim) {
 		function, err := parameters.Of(claim, result.Request)

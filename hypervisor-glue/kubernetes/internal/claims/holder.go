@@ -26,7 +26,7 @@ func holdOf(claim *resourceapi.ResourceClaim) resourceapi.ResourceClaimConsumerR
 		APIGroup: names.Driver,
 		Resource: holdResource,
 		Name:     claim.Name,
-		// Unique among the consumers of the claim, which are pods.
+		// The UID must differ from those of the claim's other consumers, which are pods. No pod has the UID of a claim.
 		UID: claim.UID,
 	}
 }
@@ -38,7 +38,7 @@ func holdOf(claim *resourceapi.ResourceClaim) resourceapi.ResourceClaimConsumerR
 func (c Cluster) Hold(ctx context.Context, claim *resourceapi.ResourceClaim) error {
 	kept, err := IsKept(claim)
 	if err != nil {
-		// A node plugin refuses such parameters and makes no function, so there is no data.
+		// The parameters are invalid. A node plugin refuses them and creates no function, so the claim has no data to keep.
 		kept = false
 	}
 	wanted := kept && claim.DeletionTimestamp == nil
@@ -53,7 +53,7 @@ func (c Cluster) Hold(ctx context.Context, claim *resourceapi.ResourceClaim) err
 	}
 	_, err = c.Client.ResourceV1().ResourceClaims(claim.Namespace).UpdateStatus(ctx, changed, metav1.UpdateOptions{})
 	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
-		// The claim has a newer version, which the watch reports.
+		// The claim was changed or deleted since it was read. The watch reports a newer version, so it is handled then.
 		return nil
 	}
 	if err != nil {
@@ -87,7 +87,7 @@ func (c Cluster) Watch(ctx context.Context, report func(error)) error {
 		return fmt.Errorf("the claims cannot be watched: %w", err)
 	}
 	defer watch.Stop()
-	// The claims that exist already. The watch reports changes that happen from now on.
+	// This handles the claims that exist already. The watch reports changes that happen from now on.
 	if err := c.HoldAll(ctx); err != nil {
 		report(err)
 	}
@@ -101,7 +101,8 @@ func (c Cluster) Watch(ctx context.Context, report func(error)) error {
 			}
 			claim, isClaim := event.Object.(*resourceapi.ResourceClaim)
 			if !isClaim {
-				// An error, for example because the version is too old.
+				// The API server has sent an error, for example because the watched version is too old. The caller starts
+				// another watch.
 				return nil
 			}
 			if err := c.Hold(ctx, claim); err != nil {

@@ -39,7 +39,7 @@ const (
 type Rate struct {
 	// Total is the sum that all claims can get; 0 if the capacity is not published.
 	Total int64
-	// Default is consumed by a request without an amount; 0 for no limit.
+	// Default is the amount that a request without an amount consumes; 0 if such a request has no limit.
 	Default int64
 }
 
@@ -81,7 +81,8 @@ func IsPhysical(drive string) bool {
 	return pciAddress.MatchString(drive)
 }
 
-// NameOf returns the device name of a namespace: the drive's name, with the number from the second namespace on.
+// NameOf returns the device name of a namespace: the drive's name, to which the namespace's number is appended if it is not the
+// first one.
 func NameOf(room server.Room) string {
 	if !IsPhysical(room.Drive) || room.NSID <= 1 {
 		return Name(room.Drive)
@@ -110,7 +111,8 @@ func Of(facts Facts, rates Rates) []resourceapi.Device {
 		whole := rates
 		for _, room := range namespaces {
 			all = append(all, device(drive, room, facts, whole))
-			// Only the first namespace has the capacities of the whole drive, so that the scheduler counts them once.
+			// The capacities of the whole drive, such as queue pairs, are published with the first namespace alone, so that the
+			// scheduler counts them once.
 			drive.QueuePairs, whole = nil, Rates{}
 		}
 	}
@@ -218,7 +220,7 @@ func size(room server.Room, isCounted func(string) bool) resourceapi.DeviceCapac
 			ValidRange: &resourceapi.CapacityRequestPolicyRange{Min: quantity(unit), Step: quantity(unit)},
 		}
 	case bytes == unit:
-		// A single valid value: a range would have no step.
+		// The capacity has a single valid value, because the rest is too small for a range with a step.
 		capacity.RequestPolicy = &resourceapi.CapacityRequestPolicy{
 			Default:     quantity(unit),
 			ValidValues: []resource.Quantity{*quantity(unit)},
@@ -227,7 +229,7 @@ func size(room server.Room, isCounted func(string) bool) resourceapi.DeviceCapac
 	return capacity
 }
 
-// queues returns the number of queue pairs that claims can reserve in all. One pair stays for shared queues.
+// queues returns the total number of queue pairs that claims can reserve. One pair of the drive stays for shared queues.
 func queues(pairs *server.QueuePairs, room server.Room, facts Facts) int64 {
 	others := pairs.Reserved
 	here := make(map[string]bool, len(room.Uses))

@@ -18,7 +18,7 @@ func isClaim(lease string) bool {
 	return is
 }
 
-// facts returns those of a physical drive and of a file.
+// facts returns the reports of a server with a physical drive, a drive in a file and a drive in memory.
 func facts() Facts {
 	return Facts{
 		Drives: []server.Drive{
@@ -96,7 +96,7 @@ func TestNamespacesOfADriveHaveDevicesOfTheirOwn(t *testing.T) {
 			t.Errorf("device %v", all[index])
 		}
 	}
-	// They are those of the drive, and of each drive.
+	// These capacities belong to the drive as a whole, so only the device of its first namespace has them.
 	for _, name := range []resourceapi.QualifiedName{names.Queues, names.IOPS, names.Bandwidth} {
 		_, first := all[0].Capacity[name]
 		_, second := all[1].Capacity[name]
@@ -140,7 +140,7 @@ func TestPoliciesAreValidHoweverLittleIsLeft(t *testing.T) {
 		policy := "none"
 		if size.RequestPolicy != nil && size.RequestPolicy.ValidRange != nil {
 			policy = "range"
-			// Validation of the API server: min + step is at most the capacity.
+			// The API server requires that min + step is at most the capacity.
 			least := size.RequestPolicy.ValidRange.Min.Value() + size.RequestPolicy.ValidRange.Step.Value()
 			if least > size.Value.Value() {
 				t.Errorf("%d is too little for a range", test.free)
@@ -161,7 +161,7 @@ func TestDrivesThatFailedAreTainted(t *testing.T) {
 	if *all[0].Attributes["health"].StringValue != "failed" || all[0].Taints[0].Key != TaintFailed || len(all[1].Taints) > 0 {
 		t.Errorf("devices %v", all)
 	}
-	// It comes back.
+	// The drive works again, so its taint is removed.
 	found.Drives[0].Gone = false
 	if all := Of(found, rates); len(all[0].Taints) > 0 {
 		t.Errorf("taints %v", all[0].Taints)
@@ -181,7 +181,7 @@ func TestDrivesThatWarnOfTheirHealthAreTaintedWithTheReasons(t *testing.T) {
 		{server.WarningTemperature, "warning", "temperature"},
 		{server.WarningSpare | server.WarningReadOnly, "warning", "spare.read-only"},
 		{server.WarningReliability | server.WarningBackup, "warning", "reliability.backup"},
-		// The Persistent Memory Region, and bits that are reserved.
+		// These bits are not reported: the one of the Persistent Memory Region, and reserved bits.
 		{0b1110_0000, "ok", ""},
 		{0xff, "warning", "spare.temperature.reliability.read-only.backup"},
 	} {

@@ -52,7 +52,7 @@ func read[T any](t *testing.T, file, kind string) *T {
 	return nil
 }
 
-// classes has the class of the manifests alone.
+// classes is a list of device classes with one entry, the class of the manifests.
 type classes struct{ class *resourceapi.DeviceClass }
 
 func (c classes) List() ([]*resourceapi.DeviceClass, error) {
@@ -83,7 +83,7 @@ func newScheduler(t *testing.T, devices []resourceapi.Device) *scheduler {
 	}
 }
 
-// state returns what the scheduler knows of claims that are allocated.
+// state returns the scheduler's record of allocated claims: the devices and the capacity that they consume.
 func (s *scheduler) state() structured.AllocatedState {
 	state := structured.AllocatedState{
 		AllocatedDevices:         sets.New[structured.DeviceID](),
@@ -112,7 +112,7 @@ func (s *scheduler) allocate(claim *resourceapi.ResourceClaim) bool {
 			Devices:  s.devices,
 		},
 	}
-	// Those of Kubernetes 1.36, and of 1.34 with its gates on.
+	// The scheduler of Kubernetes 1.36 has these features, and that of 1.34 has them if its feature gates are enabled.
 	features := structured.Features{ConsumableCapacity: true, DeviceTaints: true, PrioritizedList: true}
 	allocator, err := structured.NewAllocator(s.t.Context(), features, s.state(), classes{s.class}, []*resourceapi.ResourceSlice{slice}, cel.NewCache(10, cel.Features{EnableConsumableCapacity: true}))
 	if err != nil {
@@ -135,7 +135,7 @@ func (s *scheduler) free(claim *resourceapi.ResourceClaim) {
 	delete(s.allocated, claim.UID)
 }
 
-// claim returns a claim for capacities.
+// claim returns a claim that requests these capacities.
 func claim(number int, capacity map[resourceapi.QualifiedName]string) *resourceapi.ResourceClaim {
 	requests := make(map[resourceapi.QualifiedName]resource.Quantity, len(capacity))
 	for name, value := range capacity {
@@ -229,7 +229,7 @@ func TestNoClaimGetsADriveThatFailed(t *testing.T) {
 	if s.allocate(claim(1, nil)) {
 		t.Error("a claim got a drive that failed")
 	}
-	// A class of the operator's that does not look at the health.
+	// This stands for a device class of the operator without selectors, and so without a check of the drive's health.
 	s.class.Spec.Selectors = nil
 	if s.allocate(claim(1, nil)) {
 		t.Error("a claim got a drive with a taint")
@@ -252,7 +252,7 @@ func TestNoClaimGetsADriveThatWarnsUnlessItToleratesTheReason(t *testing.T) {
 	if s.allocate(claim(1, nil)) {
 		t.Error("a claim got a drive that warns")
 	}
-	// A class of the operator's that does not look at the health.
+	// This stands for a device class of the operator without selectors, and so without a check of the drive's health.
 	s.class.Spec.Selectors = nil
 	if s.allocate(claim(1, nil)) {
 		t.Error("a claim got a drive with a taint")
@@ -273,7 +273,7 @@ func TestNoClaimGetsADriveThatWarnsUnlessItToleratesTheReason(t *testing.T) {
 }
 
 func TestAllocatedClaimsStayFittingWhateverTheServerReportsNow(t *testing.T) {
-	// Two claims fill the drive; the server has made the function of one of them.
+	// Two claims fill the drive. The server has created a function for one of them and not yet for the other.
 	s := newScheduler(t, drives(1))
 	first, second := claim(1, map[resourceapi.QualifiedName]string{names.Size: "6Gi"}), claim(2, map[resourceapi.QualifiedName]string{names.Size: "4Gi"})
 	first.UID = "00000000-0000-4000-8000-000000000001"
@@ -310,7 +310,7 @@ func TestExamplesAreAllocated(t *testing.T) {
 		one := claim(number, nil)
 		one.Spec = spec
 		for i := range one.Spec.Devices.Requests {
-			// As the API server sets them.
+			// The API server sets these defaults.
 			request := one.Spec.Devices.Requests[i].Exactly
 			request.AllocationMode, request.Count = resourceapi.DeviceAllocationModeExactCount, 1
 		}

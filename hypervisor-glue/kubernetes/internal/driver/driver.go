@@ -25,7 +25,7 @@ import (
 const (
 	// sliceLength is the maximum number of devices in a slice with taints.
 	sliceLength = 64
-	// fullCollections is the number of rounds after which leases with a function are collected as well.
+	// fullCollections is the number of reads of the server's state after which Collect checks leases with a function as well.
 	fullCollections = 40
 )
 
@@ -43,7 +43,7 @@ type Options struct {
 // Driver is a DRA driver.
 type Driver struct {
 	options Options
-	// last has the devices that were last published.
+	// last has the devices that were published last, for the time in which the server does not answer.
 	last []resourceapi.Device
 }
 
@@ -109,7 +109,7 @@ func (d *Driver) Resources(ctx context.Context, all bool) resourceslice.DriverRe
 		pool.Slices = append(pool.Slices, resourceslice.Slice{Devices: shown[:sliceLength]})
 		shown = shown[sliceLength:]
 	}
-	// Needed even without devices: a pool must have at least one slice.
+	// This slice is needed even without devices, because a pool must have at least one slice.
 	pool.Slices = append(pool.Slices, resourceslice.Slice{Devices: shown})
 	return resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{d.options.Node.Name: pool}}
 }
@@ -167,7 +167,7 @@ func (p plugin) UnprepareResourceClaims(ctx context.Context, claims []kubeletplu
 	return results, nil
 }
 
-// HandleError logs background errors. All are retried, except for fields that the API server drops.
+// HandleError logs errors of the helper's background work, which it retries. Dropped fields of a slice are the exception.
 func (p plugin) HandleError(ctx context.Context, err error, message string) {
 	logger := klog.FromContext(ctx)
 	var dropped *resourceslice.DroppedFieldsError

@@ -44,12 +44,12 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// newDriver returns a driver with an API server in memory, and kubelet's folder.
+// newDriver returns a driver with its own kubelet folder, and the client of an API server in memory.
 func newDriver(t *testing.T, s *server.Server, objects ...runtime.Object) (*Driver, *fake.Clientset) {
 	t.Helper()
 	objects = append(objects, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName, UID: "node"}})
 	client := fake.NewClientset(objects...)
-	// The API server makes names; its fake does not.
+	// The real API server generates names for objects. The one in memory does not, so this does.
 	var made atomic.Int64
 	client.PrependReactor("create", "resourceslices", func(action clienttesting.Action) (bool, runtime.Object, error) {
 		slice := action.(clienttesting.CreateAction).GetObject().(*resourceapi.ResourceSlice)
@@ -160,7 +160,7 @@ func TestKubeletIsServedAndDrivesArePublished(t *testing.T) {
 		if functions, err := s.Functions(ctx); err != nil || len(functions) != 1 {
 			t.Errorf("functions %v, %v", functions, err)
 		}
-		// Its bytes stay in the capacity, as the scheduler counts them.
+		// The published capacity includes the bytes of the claim, because the scheduler itself subtracts them.
 		if size := published(t, client)[0].Capacity[names.Size].Value; size.Value() != testserver.Bytes {
 			t.Errorf("size %s", &size)
 		}
@@ -178,7 +178,7 @@ func TestKubeletIsServedAndDrivesArePublished(t *testing.T) {
 	})
 }
 
-// dial returns a connection of kubelet's, which ends with the test.
+// dial connects to the plugin as kubelet does. The connection ends with the test.
 func dial(t *testing.T, socket string) *grpc.ClientConn {
 	t.Helper()
 	connection, err := grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
@@ -189,7 +189,7 @@ func dial(t *testing.T, socket string) *grpc.ClientConn {
 	return connection
 }
 
-// kubelet that is restarted finds the plugin by the socket in its folder, and asks again for the claims of pods that run.
+// A restarted kubelet finds the plugin by the socket in its folder, and prepares the claims of running pods again.
 func TestAKubeletThatIsRestartedPreparesTheSameAgain(t *testing.T) {
 	testserver.Each(t, func(t *testing.T, s *server.Server) {
 		drives, err := s.Drives(t.Context())

@@ -107,7 +107,7 @@ func Give(folder *os.Root, uid, gid int) error {
 
 // Replace replaces a file in a folder atomically, by way of the file named part.
 func Replace(folder *os.Root, name, part string, text []byte) error {
-	// A leftover of a process that ended, or a link.
+	// Another process may have left a partial file under this name, or another user a link.
 	if err := folder.Remove(part); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
@@ -133,7 +133,7 @@ func isSafe(folder, entry *syscall.Stat_t) bool {
 	return isTrusted(int(folder.Uid)) && (!othersWrite || isSticky && isTrusted(int(entry.Uid)))
 }
 
-// walk returns a descriptor that identifies the target of a path.
+// walk opens the target of a path with O_PATH. With makes, it creates missing folders.
 func walk(path string, makes bool) (found int, err error) {
 	path, err = filepath.Abs(path)
 	if err != nil {

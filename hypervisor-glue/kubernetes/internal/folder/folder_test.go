@@ -47,7 +47,7 @@ func TestLinksOfOthersAreNotFollowed(t *testing.T) {
 		}
 	}
 
-	// In an open folder, too.
+	// Links inside an open folder are not followed either.
 	folder, err = Open(home)
 	must(t, err)
 	if _, err := Sub(folder, "moved"); err == nil {

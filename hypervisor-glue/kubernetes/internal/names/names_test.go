@@ -8,7 +8,7 @@ import (
 )
 
 func TestLeasesNameTheirClaims(t *testing.T) {
-	// Ids of nvme-mpt: docs/options.md.
+	// The server accepts ids of this form (docs/options.md).
 	id := regexp.MustCompile(`^[A-Za-z][A-Za-z0-9._-]{0,63}$`)
 	const claim types.UID = "6c9a6d0f-5b3e-4d5f-9a60-0a1b2c3d4e5f"
 	for index := range 32 {

@@ -102,7 +102,7 @@ func (n *Node) state(ctx context.Context) (state, error) {
 	return state{rooms, functions}, nil
 }
 
-// has returns the room of the namespace on which the id has a lease or data, if any.
+// has returns the capacity report of the namespace on which the id has a lease or data, if there is one.
 func (s state) has(id string) (room server.Room, found bool) {
 	for _, room := range s.rooms {
 		for _, use := range room.Uses {
@@ -212,7 +212,7 @@ func (n *Node) prepare(ctx context.Context, claim *resourceapi.ResourceClaim) ([
 	return prepared, nil
 }
 
-// offer creates a function, unless it exists.
+// offer creates a function on the server, unless the server has it already.
 func (n *Node) offer(ctx context.Context, options server.Options, now state) error {
 	if err := n.makeFolder(filepath.Dir(options.Socket)); err != nil {
 		return err
@@ -229,7 +229,7 @@ func (n *Node) offer(ctx context.Context, options server.Options, now state) err
 	}
 	err := n.Server.Add(ctx, options)
 	if err != nil {
-		// Space may be occupied by claims that are gone.
+		// Data of claims that no longer exist may occupy the space, so this data is released before the second attempt.
 		collected, _, collectError := n.collect(ctx, false)
 		if collectError != nil || len(collected) == 0 {
 			return errors.Join(err, collectError)
@@ -339,7 +339,8 @@ func (n *Node) options(claim *resourceapi.ResourceClaim, index int, result resou
 // serverQueues is the server's default maximum of I/O queue pairs per guest.
 const serverQueues = 16
 
-// atLeast returns the number of queue pairs that a guest needs to use the reserved ones; 0 for the server's default.
+// atLeast returns the maximum of queue pairs for a guest, so that it can use all reserved ones; 0 if the server's default
+// suffices.
 func atLeast(asked, reserved int64) int64 {
 	if asked == 0 && reserved <= serverQueues {
 		return 0
@@ -399,7 +400,8 @@ func (n *Node) unprepare(ctx context.Context, uid types.UID, namespace, name str
 		if _, there := now.functions[id]; !there {
 			continue
 		}
-		// Containers of the claim have ended, so a connected VMM has outlived its pod.
+		// The containers of the claim have ended. So a VMM that is still connected has outlived its pod, and is disconnected by
+		// force.
 		if err := n.Server.Remove(ctx, id, true); err != nil {
 			return err
 		}
@@ -422,7 +424,7 @@ func (n *Node) unprepare(ctx context.Context, uid types.UID, namespace, name str
 	return n.forget(uid)
 }
 
-// release gives up the data of an id, if it has any.
+// release releases the lease and the data of an id, if it has any.
 func (n *Node) release(ctx context.Context, id string) error {
 	rooms, err := n.Server.Rooms(ctx)
 	if err != nil {
@@ -459,7 +461,7 @@ func (n *Node) forget(uid types.UID) error {
 	return nil
 }
 
-// kept returns the ids of a claim whose data stays. There are none if the claim is gone or being deleted.
+// kept returns those ids of a claim whose data stays. It returns none if the claim no longer exists or is being deleted.
 func (n *Node) kept(ctx context.Context, uid types.UID, namespace, name string, ids []string) (sets.Set[string], error) {
 	kept := sets.New[string]()
 	claim, err := n.Cluster.Get(ctx, namespace, name)
@@ -469,7 +471,8 @@ func (n *Node) kept(ctx context.Context, uid types.UID, namespace, name string, 
 	if claim == nil || claim.UID != uid || claim.DeletionTimestamp != nil {
 		return kept, nil
 	}
-	// The answer depends on each id's request. A claim that lost its allocation has the same answer for all.
+	// The parameters of a claim's request decide about the data of the id. A claim without an allocation has no requests here,
+	// and the same answer for all ids.
 	requests := make(map[string]string, len(ids))
 	for index, result := range claims.Results(claim) {
 		requests[names.Lease(uid, index)] = result.Request
@@ -494,8 +497,8 @@ type Collected struct {
 	Unallocated sets.Set[string]
 }
 
-// Collect releases the leases and files of claims that no longer exist in the API server. Unless all is set, it only
-// checks leases without a function, and asks the API server only if there are any.
+// Collect releases the leases and files of claims that no longer exist in the API server. Unless all is set, it checks only
+// leases without a function, and does not ask the API server if there are none.
 func (n *Node) Collect(ctx context.Context, all bool) (Collected, error) {
 	n.mutex.Lock()
 	defer n.mutex.Unlock()
@@ -505,7 +508,8 @@ func (n *Node) Collect(ctx context.Context, all bool) (Collected, error) {
 
 func (n *Node) collect(ctx context.Context, all bool) (released []string, unallocated sets.Set[string], err error) {
 	unallocated = sets.New[string]()
-	// Read before the claims: a claim is older than its lease.
+	// The server's state is read before the claims. A claim is created before its lease, so the claims of all these leases are
+	// found.
 	now, err := n.state(ctx)
 	if err != nil {
 		return nil, unallocated, err
@@ -548,7 +552,7 @@ func (n *Node) collect(ctx context.Context, all bool) (released []string, unallo
 			continue
 		}
 		if _, there := now.functions[id]; there {
-			// Without force: a connected VMM belongs to a pod that is still running.
+			// The function is removed without force, because a connected VMM belongs to a pod that is still running.
 			if err := n.Server.Remove(ctx, id, false); err != nil {
 				return released, unallocated, err
 			}
@@ -590,7 +594,7 @@ func (n *Node) files() (sets.Set[types.UID], error) {
 			files.Insert(types.UID(entry.Name()))
 		}
 	}
-	// Other programs may have put their files there.
+	// Files of other programs are skipped.
 	for uid := range files {
 		if _, isClaim := names.Claim(names.Lease(uid, 0)); !isClaim {
 			files.Delete(uid)

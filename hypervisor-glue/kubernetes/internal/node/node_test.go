@@ -40,7 +40,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// cluster has claims in memory.
+// cluster is an API server in memory, with these claims.
 type cluster struct {
 	Claims []*resourceapi.ResourceClaim
 	Err    string
@@ -75,7 +75,7 @@ func (c *cluster) remove(claim *resourceapi.ResourceClaim) {
 	c.Claims = slices.DeleteFunc(c.Claims, func(other *resourceapi.ResourceClaim) bool { return other.UID == claim.UID })
 }
 
-// bench is a node with its server and its cluster.
+// bench is a node plugin under test, with its drive server and its API server.
 type bench struct {
 	*node.Node
 	cluster *cluster
@@ -89,7 +89,7 @@ func newBench(t *testing.T, s *server.Server) *bench {
 		t.Fatalf("drives %v, %v", drives, err)
 	}
 	folder := t.TempDir()
-	// Sockets lie in the server's folder, whose path is short: a socket's path has 107 bytes at most.
+	// The sockets are in the server's folder, because its path is short: a socket's path has at most 107 bytes.
 	sockets := filepath.Join(s.StateDir, "c")
 	if err := os.MkdirAll(sockets, 0o755); err != nil {
 		t.Fatal(err)
@@ -109,12 +109,12 @@ func newBench(t *testing.T, s *server.Server) *bench {
 	}
 }
 
-// uid returns a UID with a number.
+// uid returns the UID of the claim with this number.
 func uid(number int) types.UID {
 	return types.UID(fmt.Sprintf("00000000-0000-4000-8000-%012d", number))
 }
 
-// claim returns a claim that was allocated so many MiB for each of its requests.
+// claim adds an allocated claim to the cluster, with one request for each of the sizes in MiB.
 func (b *bench) claim(number int, mebibytes ...int64) *resourceapi.ResourceClaim {
 	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{
 		Namespace: "default",
@@ -139,14 +139,14 @@ func (b *bench) claim(number int, mebibytes ...int64) *resourceapi.ResourceClaim
 	return claim
 }
 
-// forPod makes the claim one that was made for a pod.
+// forPod changes the claim into one that was created for a pod, from a template.
 func forPod(claim *resourceapi.ResourceClaim) *resourceapi.ResourceClaim {
 	claim.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "Pod", Name: "vm", UID: "pod"}}
 	claim.Annotations = map[string]string{"resource.kubernetes.io/pod-claim-name": "disk"}
 	return claim
 }
 
-// held makes the claim one that stays allocated.
+// held changes the claim into one that is held, so that it stays allocated.
 func held(claim *resourceapi.ResourceClaim) *resourceapi.ResourceClaim {
 	claim.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{
 		{APIGroup: names.Driver, Resource: "leases", Name: claim.Name, UID: claim.UID},
@@ -154,7 +154,7 @@ func held(claim *resourceapi.ResourceClaim) *resourceapi.ResourceClaim {
 	return claim
 }
 
-// with gives the claim parameters.
+// with adds parameters of the function to the claim.
 func with(claim *resourceapi.ResourceClaim, function parameters.Function) *resourceapi.ResourceClaim {
 	function.APIVersion, function.Kind = parameters.APIVersion, parameters.Kind
 	raw, err := json.Marshal(function)
@@ -196,7 +196,7 @@ func (b *bench) collect(t *testing.T, all bool) node.Collected {
 	return collected
 }
 
-// functions returns the ids of all functions.
+// functions returns the sorted ids of all functions of the server.
 func (b *bench) functions(t *testing.T) []string {
 	t.Helper()
 	functions, err := b.Server.Functions(t.Context())
@@ -211,7 +211,7 @@ func (b *bench) functions(t *testing.T) []string {
 	return ids
 }
 
-// room returns the MiB that are free, and the ids that have the others.
+// room returns the free MiB of the drive, and the ids that have the other MiB, each with its number of MiB.
 func (b *bench) room(t *testing.T) (free int64, ids []string) {
 	t.Helper()
 	rooms, err := b.Server.Rooms(t.Context())
@@ -241,7 +241,7 @@ func (b *bench) files(t *testing.T) []string {
 	return all
 }
 
-// checkNothing fails the test if anything is left of claims.
+// checkNothing fails the test if the server has a function or data of a claim, or the node has a file of a claim.
 func (b *bench) checkNothing(t *testing.T) {
 	t.Helper()
 	if functions := b.functions(t); len(functions) > 0 {
@@ -255,7 +255,8 @@ func (b *bench) checkNothing(t *testing.T) {
 	}
 }
 
-// checkPrepared fails the test unless a claim of two requests has all that it needs.
+// checkPrepared checks that a claim with two requests, of 10 and 5 MiB, has its functions, its data, its CDI file and its
+// sockets.
 func (b *bench) checkPrepared(t *testing.T, claim *resourceapi.ResourceClaim) {
 	t.Helper()
 	first, second := names.Lease(claim.UID, 0), names.Lease(claim.UID, 1)
@@ -306,7 +307,7 @@ func TestAClaimOfAPodLeavesNothing(t *testing.T) {
 			t.Errorf("prepared %v", prepared)
 		}
 		b.checkPrepared(t, claim)
-		// kubelet asks again after it was restarted.
+		// A restarted kubelet prepares the claim again.
 		b.prepare(t, claim)
 		b.checkPrepared(t, claim)
 		if collected := b.collect(t, true); len(collected.Released) > 0 {
@@ -353,11 +354,11 @@ func TestDataOfAKeptClaimStaysUntilTheClaimIsDeleted(t *testing.T) {
 		if collected := b.collect(t, true); len(collected.Released) > 0 || collected.Unallocated.Len() > 0 {
 			t.Errorf("released %v", collected)
 		}
-		// The next pod.
+		// The next pod of the claim gets the functions again.
 		b.prepare(t, claim)
 		b.checkPrepared(t, claim)
 		b.unprepare(t, claim)
-		// Its allocation is taken from it.
+		// The claim loses its allocation. Its data stays, and is reported as unallocated.
 		allocation := claim.Status.Allocation
 		claim.Status.Allocation = nil
 		if collected := b.collect(t, false); !collected.Unallocated.Has(names.Lease(claim.UID, 0)) || len(collected.Released) > 0 {
@@ -534,7 +535,7 @@ func TestAClaimGetsTheNamespaceWhoseRoomWasPublished(t *testing.T) {
 	if options := state.Functions[0].Options; !strings.Contains(options, ",path="+drive+",namespace=2,") {
 		t.Errorf("options %s", options)
 	}
-	// The first namespace has another device, and no room here.
+	// The server reports no capacity for the first namespace of this drive, so a claim for it is refused.
 	claim = forPod(b.claim(2, 3))
 	claim.Status.Allocation.Devices.Results[0].Device = devices.Name(drive)
 	if _, err := b.Prepare(t.Context(), claim); err == nil || !strings.Contains(err.Error(), "no drive for device") {
@@ -649,7 +650,7 @@ func TestFiftyClaimsComeAndGo(t *testing.T) {
 		var there []*resourceapi.ResourceClaim
 		for number := range 50 {
 			if len(there) == atOnce {
-				// Not in the order in which they came.
+				// The claims are removed in another order than they were created.
 				place := number % atOnce
 				gone := there[place]
 				there = slices.Delete(there, place, place+1)
@@ -677,10 +678,10 @@ func TestFiftyClaimsComeAndGo(t *testing.T) {
 	})
 }
 
-// victimVariable has the call that a process of this test makes until it is killed.
+// victimVariable is the environment variable with the victim, as JSON, that a process of this test binary acts as.
 const victimVariable = "NVME_MPT_DRA_VICTIM"
 
-// victim is a call of a plugin that dies.
+// victim describes a plugin process that makes one call and is killed after a step of it.
 type victim struct {
 	Server  server.Server
 	Folder  string
@@ -723,7 +724,8 @@ func runVictim(text string) {
 	os.Exit(0)
 }
 
-// kill has another process make a call, and kills it after a step. It returns the step, or "" if the call came to its end.
+// kill makes a call in another process, and kills the process after a step. It returns the name of the step, or "" if the call
+// ended before that step.
 func (b *bench) kill(t *testing.T, call string, claim *resourceapi.ResourceClaim, step int) string {
 	t.Helper()
 	text, err := json.Marshal(victim{*b.Server, b.Folder, string(b.CDI), claim, b.cluster.Claims, call, step})
@@ -757,7 +759,7 @@ func TestAPluginThatIsKilledBetweenAnyTwoStepsGoesOn(t *testing.T) {
 	const steps = 20
 	calls := []struct {
 		call string
-		// before makes what the call needs.
+		// before prepares what the call needs.
 		before func(t *testing.T, b *bench, claim *resourceapi.ResourceClaim)
 		dies   []string
 	}{
@@ -784,7 +786,7 @@ func TestAPluginThatIsKilledBetweenAnyTwoStepsGoesOn(t *testing.T) {
 				if name != "" {
 					died = append(died, name)
 				}
-				// A plugin that is started anew. Nothing is known but what is there.
+				// A new plugin knows nothing of the killed one, and continues from the state of the server and the files.
 				again := &bench{cluster: b.cluster, drive: b.drive, Node: &node.Node{
 					Name: b.Name, Server: b.Server, Cluster: b.cluster, Folder: b.Folder, CDI: b.CDI,
 				}}
@@ -808,7 +810,7 @@ func TestAPluginThatIsKilledBetweenAnyTwoStepsGoesOn(t *testing.T) {
 				t.Errorf("%s died after %v", test.call, died)
 			}
 		}
-		// One that is killed in Prepare, and whose claim is gone when the next one starts.
+		// The plugin is killed in Prepare, and the claim is deleted before the next plugin starts.
 		for step := 1; step <= 5; step++ {
 			number++
 			claim := forPod(b.claim(number, 10, 5))
@@ -838,7 +840,7 @@ func TestAClaimIsPreparedOnceItIsHeld(t *testing.T) {
 	}
 }
 
-// holding is a cluster in which a claim becomes held.
+// holding is an API server in memory that calls look before each read of a claim.
 type holding struct {
 	*cluster
 	look func()

@@ -21,13 +21,13 @@ const (
 	Kind = "FunctionParameters"
 )
 
-// Data says what happens to a claim's data after its last pod has ended.
+// Data is the policy for a claim's data after its last pod has ended.
 type Data string
 
 const (
-	// Keep retains the data for the claim's next pod, until the claim is deleted.
+	// Keep retains the data for the claim's next pod. The data is wiped after the claim is deleted.
 	Keep Data = "keep"
-	// Wipe gives up the data. It is erased before another claim gets its space.
+	// Wipe releases the data, which is erased before another claim gets its space.
 	Wipe Data = "wipe"
 )
 
@@ -35,7 +35,8 @@ const (
 type Function struct {
 	APIVersion string `json:"apiVersion"`
 	Kind       string `json:"kind"`
-	// Data says whether data is kept. By default, it is wiped if the claim was created for a pod, and kept otherwise.
+	// Data is the policy for the claim's data. By default, data is wiped if the claim was created for a pod, and kept
+	// otherwise.
 	Data Data `json:"data,omitempty"`
 	// Owner is the owner of the socket: USER, USER:GROUP or :GROUP, in numbers.
 	Owner string `json:"owner,omitempty"`
@@ -81,8 +82,8 @@ type configuration struct {
 	IsOfClass bool
 }
 
-// configurations returns the allocation's configurations, those of classes first. Without an allocation, it returns
-// the claim's.
+// configurations returns the parameters in the claim's allocation, those of device classes first. Without an allocation, it
+// returns those in the claim itself.
 func configurations(claim *resourceapi.ResourceClaim) []configuration {
 	var found []configuration
 	if claim.Status.Allocation == nil {
@@ -98,7 +99,7 @@ func configurations(claim *resourceapi.ResourceClaim) []configuration {
 	return found
 }
 
-// concerns reports whether a configuration for these requests applies to a request, or to its parent request.
+// concerns reports whether a configuration for these requests applies to the given request, or to the parent of a subrequest.
 func concerns(requests []string, request string) bool {
 	return slices.Contains(requests, request) || slices.Contains(requests, Base(request))
 }
@@ -137,7 +138,7 @@ func (f *Function) check() error {
 	return nil
 }
 
-// Fate returns what happens to a claim's data after its last pod has ended.
+// Fate returns the policy for a claim's data after its last pod has ended: the one in the parameters, or else the default.
 func (f *Function) Fate(claim *resourceapi.ResourceClaim) Data {
 	if f.Data != "" {
 		return f.Data

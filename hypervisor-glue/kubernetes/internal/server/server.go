@@ -56,7 +56,7 @@ type QueuePairs struct {
 	Reserved int64 `json:"reserved"`
 }
 
-// Room is the capacity of a drive's namespace in bytes. Only physical drives have namespaces other than 1.
+// Room is the capacity report of a drive's namespace, in bytes. Only physical drives have namespaces other than 1.
 type Room struct {
 	Drive    string `json:"drive"`
 	NSID     int64  `json:"nsid"`
@@ -67,7 +67,7 @@ type Room struct {
 	Uses     []Use  `json:"uses"`
 }
 
-// Use is a part of a drive that is leased to an id, or has data of it.
+// Use is the part of a drive that an id has: it leases the part, or left data there.
 type Use struct {
 	ID     string `json:"id"`
 	Bytes  int64  `json:"bytes"`
@@ -245,7 +245,7 @@ func (s *Server) Remove(ctx context.Context, id string, force bool) error {
 	return s.ask(ctx, s.Change, &removed, arguments...)
 }
 
-// Release gives up the lease of an id and its data. The data is erased before another id gets its space.
+// Release releases the lease and the data of an id. The data is erased before another id gets its space.
 func (s *Server) Release(ctx context.Context, id string) error {
 	_, err := s.run(ctx, s.Question, "leases", "release", id)
 	return err
@@ -263,7 +263,7 @@ func (s *Server) ask(ctx context.Context, patience time.Duration, answer any, ar
 	return nil
 }
 
-// grace is the time after the deadline for reading the rest of the command's output.
+// grace is the time for reading the rest of a command's output, after the command was killed at its deadline.
 const grace = time.Second
 
 func (s *Server) run(ctx context.Context, patience time.Duration, arguments ...string) ([]byte, error) {

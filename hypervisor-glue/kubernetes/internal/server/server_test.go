@@ -145,7 +145,7 @@ func TestAFolderOfAnotherUserHasCommandsOfThatUser(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("NOT CHECKED: only root runs commands of other users")
 	}
-	// Of a user that is nobody else, in a folder that it can reach.
+	// The state directory belongs to user 65534, who can reach a folder in /tmp.
 	folder, err := os.MkdirTemp("/tmp", "dra")
 	if err != nil {
 		t.Fatal(err)

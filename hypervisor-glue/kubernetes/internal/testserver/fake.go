@@ -24,7 +24,7 @@ type State struct {
 	// Bytes is the size of each drive, and Unit the unit of its leases.
 	Bytes, Unit int64
 	Functions   []Function
-	// Data lists the parts of drives that ids have.
+	// Data has the parts of drives that ids lease, or on which they left data.
 	Data []Data
 	// Hang makes each command wait for ever, and Garbage makes it print invalid JSON.
 	Hang, Garbage bool
@@ -46,7 +46,7 @@ type Function struct {
 	Connected bool   `json:"-"`
 }
 
-// Data is the part of a drive that an id has.
+// Data is the part of a drive that an id leases, or on which it left data.
 type Data struct {
 	ID, Drive string
 	Bytes     int64

@@ -14,11 +14,11 @@ import (
 	"nvme-mpt.internal/kubernetes/internal/server"
 )
 
-// Variable is the environment variable with the path of the real nvme-mpt.
+// Variable is the environment variable with the path of the nvme-mpt program for [Real].
 const Variable = "NVME_MPT_BINARY"
 
 const (
-	// MiB is a unit of leases.
+	// MiB is the unit of the sizes of leases in tests, in bytes.
 	MiB = 1 << 20
 	// Bytes is the size of a drive in tests.
 	Bytes = 64 * MiB
@@ -26,7 +26,7 @@ const (
 	Drive = "drive.img"
 )
 
-// patience is the timeout of a command on a slow machine.
+// patience is the timeout of each command. It exceeds any delay of a busy machine.
 const patience = 3 * time.Minute
 
 // Fake returns a fake server with one drive.

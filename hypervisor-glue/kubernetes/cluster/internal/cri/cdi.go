@@ -17,7 +17,7 @@ type Mount struct {
 	Options       []string `json:"options"`
 }
 
-// spec is a CDI file, with the fields that a driver of mounts needs.
+// spec is the content of a CDI file, with the fields that a driver for mounts uses.
 type spec struct {
 	Version string `json:"cdiVersion"`
 	Kind    string `json:"kind"`
@@ -29,7 +29,7 @@ type spec struct {
 	} `json:"devices"`
 }
 
-// mounts returns the mounts of a CDI device. It reads the files of the folder like other runtimes.
+// mounts returns the mounts of a CDI device. It reads the CDI files of the folder as other container runtimes do.
 func mounts(folder, device string) ([]Mount, error) {
 	paths, err := filepath.Glob(filepath.Join(folder, "*.json"))
 	if err != nil {
@@ -39,7 +39,7 @@ func mounts(folder, device string) ([]Mount, error) {
 	for _, path := range paths {
 		text, err := os.ReadFile(path)
 		if os.IsNotExist(err) {
-			// The claim of another pod was removed in the meantime.
+			// The file was removed since the folder was read, together with the claim of another pod.
 			continue
 		}
 		if err != nil {

@@ -37,7 +37,7 @@ type Options struct {
 	CDI string
 	// Socket is the name of the socket in each folder that a CDI device mounts.
 	Socket string
-	// Image is the folder with the images' programs.
+	// Image is the folder with the programs of all images.
 	Image string
 	// Programs maps images whose containers are processes to their programs.
 	Programs map[string]string
@@ -138,7 +138,7 @@ func (r *Runtime) KillProcesses(image string) int {
 	return count
 }
 
-// Logs returns the ends of the logs of all processes.
+// Logs returns the last lines of the logs of all processes.
 func (r *Runtime) Logs() string {
 	r.mutex.Lock()
 	defer r.mutex.Unlock()

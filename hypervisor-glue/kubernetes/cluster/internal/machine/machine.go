@@ -16,10 +16,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// marker is the environment variable that names the machine's /var.
+// marker is the environment variable with the path of the machine's /var. It is set inside the machine.
 const marker = "NVME_MPT_CLUSTER_VAR"
 
-// Self is this program, from wherever it was started.
+// Self is a path of this program that stays valid inside the machine.
 const Self = "/proc/self/exe"
 
 // IsInside reports whether this process runs in a machine.

@@ -12,7 +12,7 @@ import (
 // LogFolder contains a log for each process.
 const LogFolder = "/var/log/cluster"
 
-// logTail is the maximum length of a log's end in a message, in bytes.
+// logTail is the maximum number of bytes that a message shows of the end of a log.
 const logTail = 4 << 10
 
 // Process is a process in the machine.
@@ -35,7 +35,7 @@ func Start(name string, attributes *syscall.SysProcAttr, environment []string, p
 	if err != nil {
 		return nil, fmt.Errorf("the log of %s cannot be made: %w", name, err)
 	}
-	// The process has its own copy.
+	// The started process has its own copy of the descriptor.
 	defer log.Close()
 	command := exec.Command(program, arguments...)
 	command.Stdout, command.Stderr, command.SysProcAttr = log, log, attributes
@@ -85,7 +85,7 @@ func (p *Process) Check() error {
 	}
 }
 
-// HasSaid reports whether the log has this line, written by the process or an earlier one with the same log.
+// HasSaid reports whether the log has this line, written by this process or by an earlier one with the same log.
 func (p *Process) HasSaid(line string) bool {
 	text, err := os.ReadFile(p.log)
 	return err == nil && strings.Contains("\n"+string(text), "\n"+line+"\n")

@@ -80,7 +80,7 @@ authorization: {mode: AlwaysAllow}
 
 // Plane is a running cluster of one node.
 type Plane struct {
-	// Config is an administrator's configuration.
+	// Config is the client configuration of an administrator of the cluster.
 	Config   *rest.Config
 	programs string
 	control  []*machine.Process
@@ -121,7 +121,7 @@ func Start(ctx context.Context, programs string) (*Plane, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Fifty pods are created and deleted at once.
+	// The limits of the client allow the tests to create and delete fifty pods without a pause.
 	config.QPS, config.Burst = 200, 400
 	p := &Plane{Config: config, programs: programs, nodeFile: node}
 	all := [][]string{
@@ -209,7 +209,7 @@ func (p *Plane) Check() error {
 	return failed
 }
 
-// Logs returns the ends of all logs.
+// Logs returns the last lines of the logs of all programs.
 func (p *Plane) Logs() string {
 	text := ""
 	for _, process := range append(p.control, p.kubelet) {

@@ -5,12 +5,11 @@ use std::fmt;
 
 use nvme_lease::range::ByteSize;
 use nvme_mpt_server::stats::{DriveStats, NamespaceStats, QueuePairStats};
+use nvme_vfio::bind::group_remarks;
 use nvme_vfio::function::{
     DiskUser, HostRoot, KernelController, PciFunction, PciFunctionError, VFIO_PCI,
 };
 use serde::Serialize;
-
-use crate::bind::group_remarks;
 
 /// An NVMe PCI function of the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

@@ -5,11 +5,10 @@
 //! control socket ([`nvme_mpt_server::control`]); `table` formats the answers as tables, and [`top`] shows rates in a terminal.
 //!
 //! The remaining commands need no server. They list the host's physical drives ([`drives`]) and rebind them to VFIO
-//! ([`mod@bind`]), measure drive profiles ([`profile`]), and check a host or a drive ([`doctor`]).
+//! ([`nvme_vfio::bind`]), measure drive profiles ([`profile`]), and check a host or a drive ([`doctor`]).
 
 #![forbid(unsafe_code)]
 
-pub mod bind;
 pub mod cli;
 pub mod doctor;
 pub mod drives;

@@ -8,6 +8,9 @@
 //! *given up*, if three reset attempts fail, if it was removed, or if the host wants it back. Commands of such a drive complete
 //! with Internal Error (Do Not Retry); the process keeps running.
 //!
+//! [`function`] shows the NVMe functions of the host, their drivers and their users. [`mod@bind`] gives a function to
+//! `vfio-pci`, and back to the kernel's NVMe driver.
+//!
 //! # Example
 //!
 //! A program lists the NVMe functions of the host. It opens one that is bound to `vfio-pci` by `open_drive`:
@@ -47,6 +50,7 @@
     )
 )]
 
+pub mod bind;
 mod container;
 mod controller;
 mod description;

@@ -38,6 +38,7 @@ use nvme_lease::range::ByteSize;
 use nvme_lease::{CONTROL_SOCKET, PreviousDataPolicy};
 use nvme_mpt_supervise::{InheritedDescriptors, SuperviseOptions};
 use nvme_mpt_vmm::drives::DrivePath;
+use nvme_vfio::bind;
 use nvme_vfio::function::{HostRoot, PciAddress};
 
 use self::doctor::DoctorArgs;
@@ -50,7 +51,7 @@ use self::manual::{CompletionsArgs, ManArgs};
 use self::stats::StatsArgs;
 use self::top::TopArgs;
 use crate::table::faults;
-use crate::{bind, drives, profile};
+use crate::{drives, profile};
 use nvme_mpt_vmm::options::{
     OptionError, OptionText, STATE_DIR, ServerDriveOptions, ServerFunctionOptions, VmmSocket,
     parse_memory_limit, parse_socket_path,

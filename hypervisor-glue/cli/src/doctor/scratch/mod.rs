@@ -31,6 +31,7 @@ use nvme_spec::ids::Nsid;
 use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
+use nvme_vfio::bind::{self, BindError};
 use nvme_vfio::function::{DiskUser, KernelController, PciAddress, PciFunction, PciFunctionError};
 use thiserror::Error;
 
@@ -40,7 +41,6 @@ use self::guest::{
 use self::pattern::{HEAD_BYTES, find_signature, io_content};
 use super::host::DoctorHost;
 use super::report::{CheckOutcome, DoctorCheck};
-use crate::bind::{self, BindError};
 
 /// Maximum and minimum size of each of the two leases in bytes.
 const LEASE_MAX: u64 = 64 << 20;

@@ -1,18 +1,19 @@
-//! `nvme-mpt bind` and `nvme-mpt unbind`: rebind a drive from the kernel's NVMe driver to VFIO, and back.
+//! Rebinding of a drive from the kernel's NVMe driver to VFIO, and back: `nvme-mpt bind` and `nvme-mpt unbind`.
 //!
-//! Neither command loads a kernel module, or stops programs that use a drive. A drive that the host uses is refused. While
-//! a command changes a drive's driver, it holds the drive's block devices exclusively, so that no program can start to use
-//! the drive.
+//! Neither [`bind`] nor [`unbind`] loads a kernel module, or stops programs that use a drive. A drive that the host uses is
+//! refused. While [`bind`] changes a drive's driver, it holds the drive's block devices exclusively, so that no program can
+//! start to use the drive.
 
 use std::fmt;
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use nvme_vfio::function::{
+use thiserror::Error;
+
+use crate::function::{
     DiskUser, DiskUsersError, HostRoot, PciAddress, PciFunction, PciFunctionError, VFIO_PCI,
 };
-use thiserror::Error;
 
 /// The kernel's NVMe driver.
 const NVME: &str = "nvme";
@@ -265,7 +266,8 @@ fn find_nvme_function(root: &HostRoot, address: PciAddress) -> Result<PciFunctio
 }
 
 /// Returns remarks about other functions in the drive's IOMMU group whose drivers prevent the use of the drive with `vfio-pci`.
-pub(crate) fn group_remarks(function: &PciFunction) -> Vec<String> {
+#[must_use]
+pub fn group_remarks(function: &PciFunction) -> Vec<String> {
     let Some(group) = &function.iommu_group else {
         return Vec::new();
     };

@@ -2,9 +2,9 @@
 //! store's queue, a timed queue lets the store execute the command, and holds the completion until the computed time.
 //!
 //! `timed_queue` is the timed queue. `calendar` holds completions until they are due, those of the far future in `due_queue`.
-//! `profile` describes a drive, and `simulation` runs a model without a drive. Three modules are building blocks of models:
-//! `flash` has dies behind a write buffer, `timeline` has units that do one operation at a time, and `bandwidth_tokens` has
-//! shared bandwidth. Each model has a module of its own.
+//! `profile` describes a drive, `fit` makes a profile from measurements of a real drive, and `simulation` runs a model without
+//! a drive. Three modules are building blocks of models: `flash` has dies behind a write buffer, `timeline` has units that do
+//! one operation at a time, and `bandwidth_tokens` has shared bandwidth. Each model has a module of its own.
 //!
 //! The store executes a command immediately, or in several steps. A poller asks each queue for `next_due()`, the time of the
 //! queue's next completion. The poller wakes up 100 us before this time, and spins until then. If less than 100 us are left,
@@ -16,13 +16,15 @@
 //!
 //! # Features
 //!
-//! - `toml`, on by default: parsing of profiles.
+//! - `toml`, on by default: parsing of profiles, and profiles from measurements.
 
 #![forbid(unsafe_code)]
 
 mod bandwidth_tokens;
 mod calendar;
 mod due_queue;
+#[cfg(feature = "toml")]
+pub mod fit;
 mod flash;
 mod kv;
 mod nvm;

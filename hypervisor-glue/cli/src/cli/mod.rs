@@ -36,6 +36,7 @@ use thiserror::Error;
 use nvme_layers::faults::FaultPlan;
 use nvme_lease::range::ByteSize;
 use nvme_lease::{CONTROL_SOCKET, PreviousDataPolicy};
+use nvme_models::fit::fit_profile;
 use nvme_mpt_supervise::{InheritedDescriptors, SuperviseOptions};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_vfio::bind;
@@ -50,8 +51,8 @@ use self::leases::{LeasesArgs, run_leases};
 use self::manual::{CompletionsArgs, ManArgs};
 use self::stats::StatsArgs;
 use self::top::TopArgs;
+use crate::drives;
 use crate::table::faults;
-use crate::{drives, profile};
 use nvme_mpt_vmm::options::{
     OptionError, OptionText, STATE_DIR, ServerDriveOptions, ServerFunctionOptions, VmmSocket,
     parse_memory_limit, parse_socket_path,
@@ -664,7 +665,7 @@ fn run_fault(options: FaultArgs) -> Result<(), Box<dyn Error>> {
 
 fn run_profile(options: &ProfileArgs) -> Result<(), Box<dyn Error>> {
     let ProfileCommand::Fit { file } = &options.command;
-    write!(io::stdout(), "{}", profile::fit(file)?)?;
+    write!(io::stdout(), "{}", fit_profile(file)?)?;
     Ok(())
 }
 

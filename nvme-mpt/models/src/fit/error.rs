@@ -1,10 +1,11 @@
-//! Errors of `nvme-mpt profile fit`.
+//! Errors of making a profile from a report of fio.
 
 use std::io;
 use std::path::PathBuf;
 
-use nvme_models::ProfileError;
 use thiserror::Error;
+
+use crate::ProfileError;
 
 /// Error of making a profile.
 #[derive(Debug, Error)]

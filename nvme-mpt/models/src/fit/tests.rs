@@ -1,12 +1,13 @@
 //! Tests that fit profiles to fio reports, and compare the values with those of the measured drive.
 
+use std::error::Error;
 use std::path::Path;
 
-use nvme_models::{DriveProfile, NvmProfile, NvmRates, ProfileSize, TimeSpan};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::{FioMeasurement, FioReport, FitError, fit, fit_text};
+use super::{FioMeasurement, FioReport, FitError, fit_profile, fit_text};
+use crate::{DriveProfile, NvmProfile, NvmRates, ProfileSize, TimeSpan};
 
 const PATH: &str = "report.json";
 
@@ -52,7 +53,7 @@ fn measured(profile: &NvmProfile) -> String {
     json!({"fio version": "fio-3.33", "jobs": jobs}).to_string()
 }
 
-fn fit_profile(text: &str) -> NvmProfile {
+fn parsed_profile(text: &str) -> NvmProfile {
     let profile = fit_text(Path::new(PATH), text).expect("a profile");
     match DriveProfile::parse(PATH, &profile).expect("one that can be used") {
         DriveProfile::Nvm(profile) => profile,
@@ -60,9 +61,11 @@ fn fit_profile(text: &str) -> NvmProfile {
     }
 }
 
+/// Returns the error and its cause.
 fn complaint(text: &str) -> String {
     let error = fit_text(Path::new(PATH), text).expect_err("nothing to go by");
-    nvme_mpt_vmm::report::chain(&error)
+    let cause = error.source().map(ToString::to_string);
+    format!("{error}: {}", cause.unwrap_or_default())
 }
 
 proptest! {
@@ -83,7 +86,7 @@ proptest! {
             read: rates(read),
             write: rates(write),
         };
-        let found = fit_profile(&measured(&given));
+        let found = parsed_profile(&measured(&given));
         prop_assert_eq!(found.stripe, given.stripe);
         for (found, given) in [(&found.read, &given.read), (&found.write, &given.write)] {
             prop_assert_eq!(found.latency, given.latency);
@@ -132,7 +135,7 @@ const PROCESSES: &str = include_str!("reports/processes.json");
 
 #[test]
 fn a_guests_measurements_yield_the_profile_of_its_drive() {
-    let found = fit_profile(MEASURED);
+    let found = parsed_profile(MEASURED);
     assert_eq!(found.stripe, ProfileSize(32 << 10));
     assert_eq!(
         (found.read.latency, found.write.latency),
@@ -167,7 +170,7 @@ fn processes_of_a_job_count_together() {
 #[test]
 fn the_last_of_several_fio_reports_counts() {
     let text = format!("fio: a word before\n{PROCESSES}{MEASURED}\nDisk stats (read/write):\n");
-    assert_eq!(fit_profile(&text), fit_profile(MEASURED));
+    assert_eq!(parsed_profile(&text), parsed_profile(MEASURED));
 }
 
 #[test]
@@ -176,7 +179,7 @@ fn total_latency_percentiles_replace_completion_percentiles() {
     reads["read"]["lat_ns"] = reads["read"]["clat_ns"].take();
     reads["read"]["clat_ns"] = json!({"mean": 21e3});
     let writes = job("w", "write", json!({}), 50e3, 20e3);
-    let profile = fit_profile(&json!({"jobs": [reads, writes]}).to_string());
+    let profile = parsed_profile(&json!({"jobs": [reads, writes]}).to_string());
     assert_eq!(profile.read.latency, TimeSpan(20_000));
 }
 
@@ -185,7 +188,7 @@ fn without_percentiles_the_mean_counts() {
     let mut reads = job("r", "read", json!({}), 50e3, 20e3);
     reads["read"]["clat_ns"] = json!({"mean": 21e3});
     let writes = job("w", "write", json!({}), 50e3, 20e3);
-    let profile = fit_profile(&json!({"jobs": [reads, writes]}).to_string());
+    let profile = parsed_profile(&json!({"jobs": [reads, writes]}).to_string());
     assert_eq!(profile.read.latency, TimeSpan(21_000));
     assert_eq!(
         profile.stripe,
@@ -231,7 +234,7 @@ fn errors_of_fio_reports_name_the_problem() {
     let slow = job("w", "write", json!({}), 0.25, 20e3);
     assert!(complaint(&with(&slow)).contains("write.bandwidth cannot be 1K"));
     assert!(matches!(
-        fit(Path::new("/nowhere")),
+        fit_profile(Path::new("/nowhere")),
         Err(FitError::Read { .. })
     ));
 }

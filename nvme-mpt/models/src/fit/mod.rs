@@ -1,4 +1,4 @@
-//! `nvme-mpt profile fit`: makes a performance profile for software drives from fio's measurements of a real drive.
+//! Profiles from fio's measurements of a real drive: `nvme-mpt profile fit`.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -6,7 +6,8 @@ use std::io;
 use std::path::Path;
 
 use nvme_lease::range::ByteSize;
-use nvme_models::DriveProfile;
+
+use crate::DriveProfile;
 
 mod error;
 mod fio;
@@ -38,7 +39,7 @@ const UNITS_MAX: f64 = 1024.0;
 ///
 /// # Errors
 /// See [`FitError`].
-pub fn fit(path: &Path) -> Result<String, FitError> {
+pub fn fit_profile(path: &Path) -> Result<String, FitError> {
     let failed = |source| FitError::Read {
         path: path.to_owned(),
         source,

@@ -236,6 +236,7 @@ fn no_modules_import_each_other() {
         "hypervisor-glue/supervise",
         "hypervisor-glue/vmm",
         "hypervisor-glue/server",
+        "hypervisor-glue/doctor",
         "hypervisor-glue/cli",
         "tests",
         "integration",

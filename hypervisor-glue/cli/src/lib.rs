@@ -5,12 +5,11 @@
 //! control socket ([`nvme_mpt_server::control`]); `table` formats the answers as tables, and [`top`] shows rates in a terminal.
 //!
 //! The remaining commands need no server. They list the host's physical drives ([`drives`]) and rebind them to VFIO
-//! ([`nvme_vfio::bind`]), make profiles of drives ([`nvme_models::fit`]), and check a host or a drive ([`doctor`]).
+//! ([`nvme_vfio::bind`]), make profiles of drives ([`nvme_models::fit`]), and check a host or a drive ([`nvme_mpt_doctor`]).
 
 #![forbid(unsafe_code)]
 
 pub mod cli;
-pub mod doctor;
 pub mod drives;
 mod table;
 pub mod top;

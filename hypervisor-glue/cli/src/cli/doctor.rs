@@ -5,13 +5,14 @@ use std::io::{self, BufRead, Write};
 use std::time::Duration;
 
 use clap::Args;
+use nvme_mpt_doctor::scratch::ScratchNamespace;
+use nvme_mpt_doctor::{CheckOutcome, DoctorHost, examine};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_vfio::function::HostRoot;
 use thiserror::Error;
 
 use super::{StateDirArgs, error_text};
-use crate::doctor::scratch::ScratchNamespace;
-use crate::doctor::{CheckOutcome, DoctorHost, examine};
+use crate::table::doctor::text;
 
 /// Check a host, and a drive, for what serving needs, and print a report to attach to an issue
 ///
@@ -84,7 +85,7 @@ impl DoctorArgs {
         let mut out = io::stdout().lock();
         match self.json {
             true => writeln!(out, "{}", serde_json::to_string(&report)?)?,
-            false => write!(out, "{report}")?,
+            false => write!(out, "{}", text(&report))?,
         }
         match report.count(CheckOutcome::Problem) {
             0 if tried => Ok(()),

@@ -1,6 +1,7 @@
 //! Text tables for the terminal.
 
 pub(crate) mod capacity;
+pub(crate) mod doctor;
 pub(crate) mod faults;
 pub(crate) mod list;
 pub(crate) mod stats;

@@ -1,9 +1,37 @@
-//! `nvme-mpt doctor`: a report on a host and a drive, for the operator and for bug reports.
+//! A report on a host and a drive, for the operator and for bug reports: `nvme-mpt doctor`.
 //!
 //! [`examine`] changes no data. It opens an unused drive that is bound to `vfio-pci`, which resets the drive. Malformed
 //! text in the kernel's files does not stop the checks.
 //!
 //! [`DoctorReport::test_namespace`] overwrites a namespace with the operator's consent: see [`scratch`].
+//!
+//! `host` has the checks of the host, `drive` those of a drive, and `report` their results.
+//!
+//! # Example
+//!
+//! A report on a host that serves no physical drive. Each problem has a remedy:
+//!
+//! ```
+//! use nvme_mpt_doctor::{CheckOutcome, DoctorHost, examine};
+//! use nvme_vfio::function::HostRoot;
+//!
+//! let host = DoctorHost {
+//!     root: HostRoot::default(),
+//!     state_dir: "/run/nvme-mpt".into(),
+//!     physical: false,
+//! };
+//! let report = examine(&host, None);
+//! for check in &report.sections[0].checks {
+//!     println!("{}: {}", check.name, check.finding);
+//!     assert!(check.outcome != CheckOutcome::Problem || check.remedy.is_some());
+//! }
+//! ```
+//!
+//! # Not implemented
+//!
+//! The crate prints nothing and asks the operator nothing: `nvme-mpt-cli` does.
+
+#![forbid(unsafe_code)]
 
 mod drive;
 mod host;

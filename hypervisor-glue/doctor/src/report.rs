@@ -1,10 +1,6 @@
-//! The doctor's report: checks with their outcomes, as text and as JSON.
-
-use std::fmt;
+//! The doctor's report: checks with their outcomes.
 
 use serde::{Serialize, Serializer};
-
-use crate::table::TextTable;
 
 /// Outcome of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,60 +108,6 @@ impl DoctorReport {
     }
 }
 
-/// Replaces control characters, which may come from a drive or the kernel.
-fn escape_text(text: &str) -> String {
-    let clean = |c: char| if c.is_control() { ' ' } else { c };
-    text.chars().map(clean).collect()
-}
-
-impl fmt::Display for DoctorReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            version,
-            time,
-            sections,
-        } = self;
-        writeln!(f, "nvme-mpt {version}, {time}")?;
-        // All sections share one table, so that their columns are equally wide.
-        let mut table = TextTable::left_aligned();
-        let mut lines = Vec::new();
-        for ReportSection { checks, .. } in sections {
-            for check in checks {
-                table.add_row(vec![
-                    check.name.clone(),
-                    check.outcome.name().to_owned(),
-                    escape_text(&check.finding),
-                ]);
-                if let Some(remedy) = &check.remedy {
-                    let remedy = format!("remedy: {}", escape_text(remedy));
-                    table.add_row(vec![String::new(), String::new(), remedy]);
-                }
-                lines.push(1 + usize::from(check.remedy.is_some()));
-            }
-        }
-        let text = table.to_string();
-        let mut rows = text.lines();
-        let mut lines = lines.into_iter();
-        for ReportSection { subject, checks } in sections {
-            writeln!(f, "\n{}", escape_text(subject))?;
-            let count = lines.by_ref().take(checks.len()).sum();
-            for row in rows.by_ref().take(count) {
-                writeln!(f, "{row}")?;
-            }
-        }
-        let [problems, warnings, not_checked] = [
-            CheckOutcome::Problem,
-            CheckOutcome::Warning,
-            CheckOutcome::NotChecked,
-        ]
-        .map(|outcome| self.count(outcome));
-        writeln!(
-            f,
-            "\nproblems: {problems}, warnings: {warnings}, not checked: {not_checked}"
-        )
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -189,24 +131,6 @@ mod tests {
                 },
             ],
         }
-    }
-
-    #[test]
-    fn columns_are_aligned_over_all_sections() {
-        assert_eq!(
-            report().to_string(),
-            "nvme-mpt 1.0.0, 2026-01-01T00:00:00Z\n\
-             \n\
-             Host\n\
-             \x20 host.kernel   ok           Linux 6.12\n\
-             \x20 host.iommu    problem      no IOMMU\n\
-             \x20                            remedy: enable it\n\
-             \n\
-             Drive\n\
-             \x20 drive.health  not checked  served\n\
-             \n\
-             problems: 1, warnings: 0, not checked: 1\n"
-        );
     }
 
     #[test]

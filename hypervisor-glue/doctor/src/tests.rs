@@ -547,12 +547,6 @@ proptest! {
             time: String::new(),
             sections: vec![ReportSection { subject: "All".to_owned(), checks: folder.checks() }],
         };
-        // The report has a line for each check, with any text.
-        let text = report.to_string();
-        for check in &report.sections[0].checks {
-            let rows = text.lines().filter(|line| line.split_whitespace().next() == Some(&check.name));
-            prop_assert!(rows.count() >= 1, "{}: {text}", check.name);
-        }
         prop_assert!(serde_json::to_string(&report).is_ok());
     }
 
@@ -585,7 +579,7 @@ fn the_host_of_this_test_is_examined() {
     let report = examine(&host, None);
     assert_eq!(report.sections.len(), 1);
     let kernel = &report.sections[0].checks[0];
-    assert_ne!(kernel.outcome, CheckOutcome::NotChecked, "{report}");
+    assert_ne!(kernel.outcome, CheckOutcome::NotChecked, "{report:#?}");
 }
 
 /// Tests a namespace of the drive. Returns the only check, and the namespace that the operator was asked to erase.

@@ -233,6 +233,7 @@ fn no_modules_import_each_other() {
         "vmm-device",
         "hypervisor-glue/vfio-user",
         "hypervisor-glue/lease-protocol",
+        "hypervisor-glue/logging",
         "hypervisor-glue/supervise",
         "hypervisor-glue/vmm",
         "hypervisor-glue/server",

@@ -17,11 +17,11 @@ use vmm_device::quiesce::pause_all;
 use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::logging::set_function;
 use crate::nvme_device::ControlledDevice;
 use crate::persistence::crashes::abort_on_panic;
 use crate::stats::{FunctionAdminStats, FunctionStats, ResetCounts};
 use nvme_guest::threads::start_thread;
+use nvme_mpt_logging::set_function;
 use nvme_mpt_memory::crash::run_recorded;
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use nvme_mpt_memory::{clock, system};

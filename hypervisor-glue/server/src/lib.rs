@@ -13,8 +13,8 @@
 //! supervisor process ([`nvme_mpt_supervise`]), so that a successor can restore the state. `quarantine` serves functions that
 //! crashed a server, without executing their I/O.
 //!
-//! [`logging`] is the logger of a server, and [`mod@output`] writes its standard output. Neither blocks a serving thread
-//! when its reader is slow.
+//! [`nvme_mpt_logging`] is the logger of a server, and writes its standard output. Neither blocks a serving thread when its
+//! reader is slow.
 //!
 //! # Example
 //!
@@ -64,10 +64,8 @@ pub mod confinement;
 pub mod control;
 pub mod faults;
 pub mod function_thread;
-pub mod logging;
 pub mod metrics;
 pub mod nvme_device;
-pub mod output;
 pub mod owner;
 pub mod persistence;
 mod quarantine;

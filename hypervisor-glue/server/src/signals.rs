@@ -113,23 +113,6 @@ impl Drop for EndSignals {
     }
 }
 
-/// Calls `start` with all signals blocked, so that threads started by it receive none.
-pub(crate) fn with_signals_blocked<T>(start: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-    let mut all = empty_set();
-    let mut before = empty_set();
-    // SAFETY: both sets are initialised. sigfillset fails only for an invalid pointer.
-    let masked = unsafe {
-        libc::sigfillset(&raw mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before)
-    };
-    if masked != 0 {
-        return Err(io::Error::from_raw_os_error(masked));
-    }
-    let started = start();
-    set_mask(libc::SIG_SETMASK, &before)?;
-    started
-}
-
 fn empty_set() -> libc::sigset_t {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigemptyset initialises the whole set, and fails only for an invalid pointer.

@@ -5,10 +5,10 @@ use std::process::ExitCode;
 use clap::Parser;
 use integration::vmm::MachineEnd;
 use integration::vmm::options::{self, ReferenceVmmOptions};
-use nvme_mpt_server::logging::{self, LevelFilter};
+use nvme_mpt_logging::LevelFilter;
 
 fn main() -> ExitCode {
-    logging::start(None, LevelFilter::Warn);
+    nvme_mpt_logging::start(None, LevelFilter::Warn);
     match options::run(ReferenceVmmOptions::parse()) {
         Ok(MachineEnd::PoweredOff | MachineEnd::Suspended) => ExitCode::SUCCESS,
         // The VMM does not restart itself: the status reports that the guest reset the machine.

@@ -20,13 +20,12 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use nvme_mpt_logging::{self as logging, LevelFilter, LogFilter, ThreadedOutput};
 use nvme_mpt_server::change::{ChangeResult, FunctionChange};
 use nvme_mpt_server::confinement::{ConfinementOptions, FileRule, SeccompMode};
 use nvme_mpt_server::control::{self, ControlError};
 use nvme_mpt_server::faults::FaultRequest;
-use nvme_mpt_server::logging::{self, LevelFilter, LogFilter};
 use nvme_mpt_server::metrics::{MetricsAddress, MetricsOptions};
-use nvme_mpt_server::output::ThreadedOutput;
 use nvme_mpt_server::persistence::predecessor::FailureReport;
 use nvme_mpt_server::persistence::{FIRST_STAGE, has_persisted_configuration};
 use nvme_mpt_server::serve::{ParsedDeclaration, ServeOptions, option_files, serve};

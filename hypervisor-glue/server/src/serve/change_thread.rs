@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use nvme_guest::threads::start_thread;
 use nvme_lease::range::ByteSize;
+use nvme_mpt_logging as logging;
 use nvme_mpt_vmm::report;
 
 use super::configuration_differences::ConfigurationComparer;
@@ -14,7 +15,6 @@ use super::error::ChangeError;
 use super::registry::FunctionRegistry;
 use crate::change::{ChangeResult, FunctionChange, ReloadResult, ReservedLease};
 use crate::control::ChangeReply;
-use crate::logging;
 use crate::persistence::crashes::abort_on_panic;
 use crate::persistence::predecessor::UpgradeError;
 

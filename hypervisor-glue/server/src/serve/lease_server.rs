@@ -34,6 +34,7 @@ use nvme_mpt::{Drive, LocalBackend, LocalBackendError, PollerPool, SharedBackend
 use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity, socket_path,
 };
+use nvme_mpt_logging::{LogBudget, set_function};
 use nvme_mpt_memory::clock::{self, Ticks};
 use nvme_mpt_memory::crash::{self, CrashRecord};
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
@@ -47,7 +48,6 @@ use vfio_user_server::{SocketAccess, SocketListener};
 
 use super::error::LimitsError;
 use crate::change::{DeclarationSource, FunctionEntry, FunctionStatus};
-use crate::logging::{LogBudget, set_function};
 use crate::owner::quota_user;
 use crate::persistence::GuestPauseStart;
 use crate::persistence::crashes::CRASHES_TO_QUARANTINE;

@@ -48,6 +48,7 @@ use nvme_guest::threads::start_thread;
 use nvme_lease::range::ByteSize;
 use nvme_lease::{PreviousDataPolicy, PrivateFileError, make_state_dir};
 use nvme_mpt::PollerPool;
+use nvme_mpt_logging::{self as logging, LogFilter};
 use nvme_mpt_memory::clock::TickRate;
 use nvme_mpt_memory::crash::install_crash_handlers;
 use nvme_mpt_memory::system;
@@ -76,7 +77,6 @@ use crate::confinement::{ConfineError, ConfinementOptions, ProcessConfinement, c
 use crate::control::{ChangeReply, ControlError, ControlListener, ControlServer, ControlService};
 use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::FunctionThreadError;
-use crate::logging::{self, LogFilter};
 use crate::metrics::{HealthAnswers, MetricsError, MetricsListener, MetricsOptions, MetricsServer};
 use crate::owner::{UnknownOwner, socket_access};
 use crate::persistence::predecessor::FailureReport;

@@ -6,13 +6,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use nvme_lease::LeaseError;
 use nvme_mpt::wipe::wipe_stats;
 use nvme_mpt::{Drive, PollerPool};
+use nvme_mpt_logging::dropped_messages;
 use nvme_mpt_vmm::open::LeaseLedgers;
 
 use super::lease_server::LeaseTable;
 use super::registry_snapshot::RegistrySnapshot;
 use crate::capacity::DriveCapacity;
 use crate::function_thread::FunctionHandle;
-use crate::logging::dropped_messages;
 use crate::metrics::{HealthAnswers, MetricsSnapshot, MetricsSource, ProcessStats};
 use crate::persistence::ServerPersistence;
 use crate::stats::{DriveStats, FunctionFailure, ServerStats, SupervisorStatus};

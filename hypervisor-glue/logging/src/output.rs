@@ -1,12 +1,10 @@
-//! Standard output of a server, with a timeout for its reader.
+//! Standard output, with a timeout for its reader.
 
 use std::io::{self, Write};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-use nvme_guest::threads::start_thread;
-
-use crate::signals::with_signals_blocked;
+use super::writer_thread::start_writer_thread;
 
 /// Timeout for the reader of standard output in [`Write::flush`].
 const READER_TIMEOUT: Duration = Duration::from_secs(1);
@@ -51,7 +49,7 @@ impl<W: Write + Send + 'static> ThreadedOutput<W> {
                 let _ = outbox.send(written);
             }
         };
-        with_signals_blocked(|| start_thread("output", write))?;
+        start_writer_thread("output", write)?;
         self.thread = Some(OutputThread {
             texts,
             results,

@@ -27,15 +27,17 @@ thread_local! {
 
 /// Log budget of a thread, or of several threads that serve one client.
 #[derive(Clone, Debug)]
-pub(crate) struct LogBudget(Arc<Mutex<LogTokenBucket>>);
+pub struct LogBudget(Arc<Mutex<LogTokenBucket>>);
 
 impl LogBudget {
-    pub(crate) fn full() -> Self {
+    /// Creates an unused budget.
+    #[must_use]
+    pub fn full() -> Self {
         Self(Arc::new(Mutex::new(LogTokenBucket::full(monotonic()))))
     }
 
     /// Replaces the current thread's budget by this one.
-    pub(crate) fn install_for_thread(&self) {
+    pub fn install_for_thread(&self) {
         BUDGET.set(self.clone());
     }
 

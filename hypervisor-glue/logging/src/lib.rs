@@ -1,13 +1,42 @@
-//! The log, written to standard error or, with fields, to systemd's journal. The filter can be changed at run time.
+//! The log of a process that serves guests, written to standard error or, with fields, to systemd's journal. The filter can
+//! be changed at run time.
 //!
-//! A process that serves guests writes the log on a separate thread (see `queue_messages`), since a slow reader of the log
-//! may block the thread that writes.
+//! A process that serves guests writes the log on a separate thread (see [`queue_messages`]), since a slow reader of the log
+//! may block the thread that writes. [`ThreadedOutput`] writes standard output in the same way.
+//!
+//! `filter` has the levels of modules. `budget` limits the messages of a thread, `text` their length, and `fields` has the
+//! fields of the journal. `queue` holds messages for the log thread, which `writer_thread` starts.
+//!
+//! # Example
+//!
+//! A VMM logs warnings, and all messages of its physical drives:
+//!
+//! ```
+//! use nvme_mpt_logging::{END_TIMEOUT, LevelFilter, LogFilter};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let filter: LogFilter = "warn,nvme_vfio=trace".parse()?;
+//! nvme_mpt_logging::start(Some(filter.clone()), LevelFilter::Warn);
+//! assert_eq!(nvme_mpt_logging::filter(), Some(filter));
+//!
+//! // From here on, no thread but that of the log waits for the log's reader.
+//! nvme_mpt_logging::queue_messages();
+//! nvme_mpt_logging::start_log_thread()?;
+//! log::warn!("The drive is hot");
+//! nvme_mpt_logging::flush(END_TIMEOUT);
+//! # Ok(())
+//! # }
+//! ```
+
+#![forbid(unsafe_code)]
 
 mod budget;
 mod fields;
 mod filter;
+mod output;
 mod queue;
 mod text;
+mod writer_thread;
 
 use std::env;
 use std::ffi::OsString;
@@ -26,18 +55,18 @@ use jiff::Timestamp;
 pub use log::LevelFilter;
 use log::kv::{self, Source, VisitSource};
 use log::{Level, Log, Metadata, Record};
-use nvme_guest::threads::start_thread;
 use nvme_mpt_memory::crash;
 use systemd_journal_logger::JournalLog;
 
-pub(crate) use self::budget::LogBudget;
+pub use self::budget::LogBudget;
 use self::budget::{LogBudgetDecision, charge, decide};
 use self::fields::LogFields;
-pub(crate) use self::fields::set_function;
+pub use self::fields::set_function;
 pub use self::filter::{FilterError, LogFilter};
+pub use self::output::ThreadedOutput;
 use self::queue::{LogMessage, MessageQueue};
 use self::text::{FIELD_MAX, MESSAGE_MAX, format_line};
-use crate::signals::with_signals_blocked;
+use self::writer_thread::start_writer_thread;
 
 /// Environment variable with a filter.
 const FILTER_VARIABLE: &str = "RUST_LOG";
@@ -101,9 +130,7 @@ pub fn start_log_thread() -> io::Result<()> {
         return Ok(());
     }
     let write = move || queue.write_all(|message| logger.destination.write(message));
-    // The log thread blocks all signals: a signal for the signal thread could otherwise be delivered to the log thread, and
-    // end the process.
-    with_signals_blocked(|| start_thread("log", write))
+    start_writer_thread("log", write)
         .inspect_err(|_| HAS_THREAD.store(false, Ordering::Relaxed))?;
     crash::set_crash_wait(|| !has_unwritten(), CRASH_TIMEOUT);
     // With `RUST_BACKTRACE`, keep the default hook, which prints the backtrace.
@@ -132,7 +159,8 @@ fn has_unwritten() -> bool {
 }
 
 /// Returns the number of messages dropped because the log's reader was too slow.
-pub(crate) fn dropped_messages() -> u64 {
+#[must_use]
+pub fn dropped_messages() -> u64 {
     QUEUE.get().map_or(0, MessageQueue::dropped)
 }
 

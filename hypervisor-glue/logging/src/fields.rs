@@ -12,7 +12,7 @@ thread_local! {
 }
 
 /// Sets the function that this thread serves, by the id of its lease.
-pub(crate) fn set_function(id: &str) {
+pub fn set_function(id: &str) {
     FUNCTION.set(Some(id.to_owned()));
 }
 

@@ -12,6 +12,52 @@
 //! If the VMM unmaps the memory of a Retrieve or List before the reply arrives, the command fails with Data Transfer Error,
 //! because the guest addresses are resolved only when the data is copied.
 //!
+//! # Example
+//!
+//! A guest's lease of a drive in memory, in which a key exists once a value was stored for it:
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use nvme_guest::dma::RegionTable;
+//! use nvme_key_values::KeyValueController;
+//! use nvme_lease::range::BlockRange;
+//! use nvme_models::{KvProfile, ProfileSize};
+//! use nvme_mpt::Drive;
+//! use nvme_mpt::host::{HostMemory, ListMemory};
+//! use nvme_spec::ids::Lba;
+//! use nvme_spec::key_value::KvKey;
+//! use nvme_spec::opcode::KvOpcode;
+//! use nvme_spec::sqe::Sqe;
+//! use nvme_spec::status::Status;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let profile = KvProfile { max_value: ProfileSize(4096), timing: None };
+//! let controller = KeyValueController::memory(64 << 20, &profile);
+//! let drive = Drive::new("memory:64M", Arc::new(controller), None)?;
+//!
+//! let blocks = BlockRange { start: Lba(0), blocks: drive.blocks() };
+//! let lease = drive.open_lease("vm-1", &[blocks], None)?;
+//! let mut queue = lease.create_queue(1)?;
+//! let lists = ListMemory::new(drive.controller().iova_space(), 1)?;
+//! let table = RegionTable::default();
+//! let memory = HostMemory { table: &table, lists: &lists };
+//! let mut run = |opcode: KvOpcode| {
+//!     let mut sqe = Sqe::new(opcode.0);
+//!     KvKey::new(b"name").unwrap_or_default().write_to(&mut sqe);
+//!     queue.submit_batch(&[sqe], memory);
+//!     let mut done = Vec::new();
+//!     queue.reap_into(memory, &mut done);
+//!     done[0].status
+//! };
+//! assert_eq!(run(KvOpcode::EXIST), Status::KV_KEY_DOES_NOT_EXIST);
+//! // Value Size is 0: an empty value.
+//! assert_eq!(run(KvOpcode::STORE), Status::SUCCESS);
+//! assert_eq!(run(KvOpcode::EXIST), Status::SUCCESS);
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # Features
 //!
 //! - `files`, on by default: drives in files.

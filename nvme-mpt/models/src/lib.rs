@@ -14,6 +14,44 @@
 //! `kv` is used by key-value queues (`completion_pacer.rs` of `nvme-key-values`) and has a lock per command. To add a model, add
 //! a file here, a variant of `DriveProfile` and of `ModelKind`, and a TOML file in `resources/drives/`.
 //!
+//! # Example
+//!
+//! A store that completes each command at once gets the timing of the built-in profile `nvm`, by which a read takes 12 us:
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::time::{Duration, Instant};
+//!
+//! use nvme_guest::dma::RegionTable;
+//! use nvme_guest::iova::IovaSpace;
+//! use nvme_models::{DriveModel, DriveProfile, TimedQueue};
+//! use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue, ListMemory};
+//! use nvme_software::{NullCommandExecutor, SoftwareQueue};
+//! use nvme_spec::opcode::NvmOpcode;
+//! use nvme_spec::sqe::Sqe;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let profile = DriveProfile::find_built_in("nvm")?;
+//! let model = DriveModel::new(&profile, 1 << 21, 9).ok_or("no timing")?;
+//! let store = SoftwareQueue::new(NullCommandExecutor, 4);
+//! let mut queue = TimedQueue::new(store, Arc::new(model), 4);
+//!
+//! let lists = ListMemory::new(&Arc::new(IovaSpace::software()), 4)?;
+//! let table = RegionTable::default();
+//! let memory = HostMemory { table: &table, lists: &lists };
+//! let start = Instant::now();
+//! let mut batch = queue.batch();
+//! batch.submit(&Sqe::new(NvmOpcode::READ.0));
+//! batch.ring(memory);
+//! let mut is_done = false;
+//! while !is_done {
+//!     queue.reap(memory, |completion: HostCompletion| is_done = completion.status.is_success());
+//! }
+//! assert!(start.elapsed() > Duration::from_micros(10));
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # Features
 //!
 //! - `toml`, on by default: parsing of profiles, and profiles from measurements.

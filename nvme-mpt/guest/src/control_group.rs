@@ -9,16 +9,16 @@ const CGROUP_DIR: &str = "sys/fs/cgroup";
 /// A limit of a control group, and its current use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControlGroupLimit {
-    /// The file of the limit.
+    /// File that contains the limit.
     pub file: PathBuf,
     /// Limit, in bytes or tasks.
     pub limit: u64,
-    /// Use by the group, in bytes or tasks, without page cache, because the kernel reclaims that when memory is short.
+    /// Use by the group, in bytes or tasks. Page cache is not included, because the kernel reclaims it when memory is short.
     pub used: u64,
 }
 
 impl ControlGroupLimit {
-    /// Returns how much of the limit is left.
+    /// Returns the bytes or tasks that are left until the limit.
     #[must_use]
     pub fn remaining(&self) -> u64 {
         self.limit.saturating_sub(self.used)
@@ -28,9 +28,9 @@ impl ControlGroupLimit {
 /// A cgroup controller and the names of its files.
 struct ControlGroupController {
     name: &'static str,
-    /// Names of the limit file and the usage file, in version 2 and in version 1.
+    /// Names of the file with the limit and the file with the use: for version 2 of control groups, and for version 1.
     files: [(&'static str, &'static str); 2],
-    /// Keys of reclaimable memory in `memory.stat`, in version 2 and in version 1.
+    /// Keys in `memory.stat` whose bytes the kernel can reclaim: for version 2 of control groups, and for version 1.
     reclaimable: [&'static [&'static str]; 2],
 }
 
@@ -52,13 +52,14 @@ const PIDS: ControlGroupController = ControlGroupController {
     reclaimable: [&[], &[]],
 };
 
-/// Returns the memory limit with the least memory left; `None` if there is no limit.
+/// Returns the memory limit with the least memory left, among those of this process's control group and its ancestors; `None`
+/// if there is no limit.
 #[must_use]
 pub fn memory_limit() -> Option<ControlGroupLimit> {
     memory_limit_in(Path::new("/"))
 }
 
-/// Returns [`memory_limit`] with the kernel's files below `root` instead of `/`.
+/// Returns the result of [`memory_limit`], but reads the kernel's files below `root` instead of `/`.
 pub(crate) fn memory_limit_in(root: &Path) -> Option<ControlGroupLimit> {
     tightest_limit(&MEMORY, &root.join(CGROUP_DIR), &own_groups(root))
 }
@@ -76,7 +77,8 @@ pub(crate) fn oom_kills_in(root: &Path) -> Option<u64> {
     count.trim().parse().ok()
 }
 
-/// Returns the limit on threads and processes with the fewest left; `None` if there is no limit.
+/// Returns the limit on threads and processes with the fewest left, among those of this process's control group and its
+/// ancestors; `None` if there is no limit.
 #[must_use]
 pub fn task_limit() -> Option<ControlGroupLimit> {
     let root = Path::new("/");
@@ -100,8 +102,8 @@ fn reclaimable_bytes(group: &Path, keys: &[&str]) -> u64 {
     values.fold(0, u64::saturating_add)
 }
 
-/// Returns the limit with the least left, among the process's groups and their ancestors. `groups` is the text of
-/// `/proc/PID/cgroup` (cgroups(7)).
+/// Returns the limit with the least bytes or tasks left, among the limits of the process's groups and their ancestors. `groups`
+/// is the text of `/proc/PID/cgroup` (cgroups(7)).
 fn tightest_limit(
     controller: &ControlGroupController,
     root: &Path,

@@ -15,8 +15,8 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::address::Gpa;
 use crate::interrupt::{ClientEventFd, ClientSignals, EventReader};
 
-/// Maximum number of events in the queue. If a guest causes more, the newer events are dropped: the Error Information log
-/// page, which reports them to the guest, is bounded too.
+/// Maximum number of events in the queue. Further events that a guest causes are dropped: the Error Information log page, which
+/// reports them to the guest, is bounded too.
 const CAPACITY: usize = 64;
 
 /// Something that happened on an I/O queue.
@@ -31,19 +31,19 @@ pub enum IoQueueEvent {
     },
     /// A queue failed. The guest controller has to report a fatal status (CSTS.CFS).
     QueueFailed {
-        /// The Completion Queue, whose Submission Queues stop as well.
+        /// Completion Queue that failed. Its Submission Queues stop as well.
         qid: QueueId,
         /// Cause of the failure.
         reason: QueueFailure,
     },
     /// A command completed with an error.
     CommandFailed(ErrorEntry),
-    /// An event of the drive that concerns all its users.
+    /// A drive's event that concerns all users of the drive.
     Drive(DriveEvent),
     /// The lease changed without a request of the guest. The [changes](crate::host::UnreportedChanges) list the affected
     /// identifiers.
     Changes,
-    /// The process of the function's back end ended or was replaced.
+    /// The process of the function's back end is lost, or another process took over.
     HostSide(BackendEvent),
 }
 
@@ -57,7 +57,8 @@ impl IoQueueEvent {
         matches!(self, Self::QueueFailed { .. })
     }
 
-    /// Returns whether the event only makes the function read a state again. One such event in the queue suffices.
+    /// Returns whether the event only makes the function read some state again. One such event in the queue suffices for
+    /// several changes.
     fn is_state_change(&self) -> bool {
         matches!(self, Self::Drive(_) | Self::Changes)
     }
@@ -66,11 +67,12 @@ impl IoQueueEvent {
 /// Change of the process that runs the back end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BackendEvent {
-    /// The process ended. I/O queues stand still until another process takes over.
+    /// The back end's process is lost: it ended, did not answer in time, or violated the protocol. I/O queues stand still until
+    /// another process takes over.
     Away,
     /// Another process took over and restored the queues.
     BackWithQueues,
-    /// Another process took over without the queues: the controller only continues after a reset.
+    /// Another process took over without restoring the queues. The guest must reset the controller before it can continue.
     BackWithoutQueues,
 }
 
@@ -93,12 +95,12 @@ pub enum QueueFailure {
     /// The memory of a ring or of the Doorbell Buffer was unmapped.
     #[error("The memory at {0} that a queue lies in was unmapped")]
     RingUnmapped(Gpa),
-    /// Guest memory is gone: its file was truncated, or pages that a physical drive uses were freed.
+    /// Guest memory was lost: its file was truncated, or pages that a physical drive uses were freed.
     #[error(
         "Guest memory went away: its file was cut short, or pages of it were freed that the drive has (balloon, free page reporting)"
     )]
     MemoryLost,
-    /// The host controller's queue failed.
+    /// The host controller's queue, on which the guest's queue runs, failed.
     #[error("The host controller's queue cannot be used any more")]
     HostQueue,
 }
@@ -110,9 +112,9 @@ pub struct ErrorEntry {
     pub sqid: QueueId,
     /// Identifier of the command.
     pub cid: CommandId,
-    /// Status of its completion.
+    /// Status with which the command completed.
     pub status: Status,
-    /// The first LBA of the command, in the guest's numbering.
+    /// First LBA of the command, as the guest numbers its blocks.
     pub lba: u64,
     /// The namespace of the command.
     pub nsid: Nsid,
@@ -127,7 +129,7 @@ pub struct EventQueue {
     eventfd: Arc<EventFd>,
     /// True if another process reads the eventfd.
     has_remote_reader: bool,
-    /// The eventfd, if another process reads it.
+    /// The eventfd with the rules for signalling another process, if another process reads it.
     client: Option<Arc<ClientEventFd>>,
 }
 
@@ -141,7 +143,8 @@ impl EventQueue {
         Ok(Self::with_eventfd(eventfd))
     }
 
-    /// Creates an empty queue whose eventfd another process reads. The eventfd is `kept`, or a new one.
+    /// Creates an empty queue whose eventfd another process reads. The eventfd is `kept`, which an earlier queue used, or a new
+    /// one.
     ///
     /// # Errors
     /// Returns the kernel's error when there are no file descriptors left.
@@ -198,9 +201,10 @@ impl EventQueue {
             }
             match events.iter().position(IoQueueEvent::is_guest_caused) {
                 Some(index) => drop(events.remove(index)),
-                // One failure in the queue suffices to make the controller fail.
+                // One failure of a queue suffices to make the controller fail, so a second one is dropped.
                 None if event.is_failure() && events.iter().any(IoQueueEvent::is_failure) => return,
-                // The number of events that the guest cannot cause is bounded.
+                // All other events are added beyond the capacity. Their number is bounded, because the guest cannot cause them
+                // at will.
                 None => {}
             }
         }
@@ -214,7 +218,7 @@ impl EventQueue {
 
     /// Signals the eventfd as if an event were queued.
     pub fn signal(&self) {
-        // A saturated counter is readable as well.
+        // If the counter is full, the eventfd is readable as well.
         let _full = match &self.client {
             Some(client) => client.signal(),
             None => eventfd::signal(&self.eventfd).is_ok(),

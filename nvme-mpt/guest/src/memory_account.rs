@@ -19,20 +19,20 @@ use thiserror::Error;
 
 use crate::control_group::{memory_limit_in, oom_kills_in};
 
-/// Divisor of the total memory. The quotient is the reserve, which has to stay free.
+/// Divisor of the total memory. The quotient, at most [`RESERVE_MAX`], is the reserve: memory that has to stay free.
 const RESERVE_DIVISOR: u64 = 16;
 
-/// Largest reserve in bytes.
+/// Maximum size of the reserve in bytes.
 const RESERVE_MAX: u64 = 1 << 30;
 
-/// Most bytes of the reserve that one function may use.
+/// Maximum bytes of the reserve that one function may use.
 pub(crate) const RESERVE_USE_MAX: u64 = 32 << 20;
 
 /// Flag in an OOM-kill count: the count is that of the control group, not of the host.
 const GROUP_FLAG: u64 = 1 << 63;
 
-/// Value in place of the recorded OOM-kill count of a function that was blamed for a memory shortage. No real count gets this
-/// high.
+/// Value stored in place of a function's recorded OOM-kill count once the function was blamed for a memory shortage. No real
+/// count gets this high.
 const BLAMED: u64 = GROUP_FLAG - 1;
 
 /// Account of the free memory, which reserves memory for functions. It reads the kernel's statistics files.
@@ -45,10 +45,10 @@ pub struct MemoryAccount {
 
 #[derive(Debug, Default)]
 struct PromisedMemory {
-    /// Bytes that are reserved and not taken yet.
+    /// Bytes that were promised to functions and that they have not taken yet.
     bytes: u64,
-    /// Bytes of the reserve that each function uses, by name. An entry ends when a request of the function succeeds without the
-    /// reserve.
+    /// Bytes of the reserve that each function uses, by the function's name. An entry is removed when a request of the function
+    /// succeeds without the reserve.
     reserve_used: BTreeMap<String, u64>,
 }
 
@@ -69,7 +69,7 @@ impl MemoryAccount {
         }
     }
 
-    /// Returns the bytes that the host has; `None` if unknown.
+    /// Returns the total bytes of the host's memory; `None` if unknown.
     #[must_use]
     pub fn total(&self) -> Option<u64> {
         self.read_stat("proc/meminfo", "MemTotal:")?
@@ -83,8 +83,8 @@ impl MemoryAccount {
         kib.checked_mul(1024)
     }
 
-    /// Returns the number of processes that the OOM killer has ended. Counts this process's control group if known,
-    /// with [`GROUP_FLAG`] set, else the host since its boot. Returns `None` if neither is known.
+    /// Returns the number of processes that the OOM killer has ended: in this process's control group, with [`GROUP_FLAG`] set;
+    /// or, if that count is unknown, on the host since its boot. Returns `None` if neither is known.
     fn oom_kills(&self) -> Option<u64> {
         let of_group = oom_kills_in(&self.root).map(|kills| kills | GROUP_FLAG);
         of_group.or_else(|| self.host_oom_kills())
@@ -99,7 +99,7 @@ impl MemoryAccount {
         match before & GROUP_FLAG {
             _ if before == BLAMED => true,
             0 => self.host_oom_kills().is_some_and(|now| now != before),
-            // In another control group, the count may be smaller.
+            // The present control group may be another one, with a smaller count.
             _ => oom_kills_in(&self.root).is_some_and(|now| now | GROUP_FLAG > before),
         }
     }
@@ -121,8 +121,8 @@ impl MemoryAccount {
         }
     }
 
-    /// Checks whether `bytes` can be taken in addition to `others`, the bytes reserved for other functions. `kept` computes the
-    /// free memory that must remain from the total memory.
+    /// Checks whether the host and the control group can give `bytes` in addition to `others`, the bytes promised to other
+    /// functions. `kept` returns the bytes of a total that have to stay free.
     fn check_available(
         &self,
         bytes: u64,
@@ -163,18 +163,18 @@ impl MemoryAccount {
     }
 }
 
-/// Returns the number of bytes that have to stay free of `total` bytes of memory.
+/// Returns the bytes of the reserve: those of `total` bytes of memory that have to stay free.
 fn reserve_bytes(total: u64) -> u64 {
     (total / RESERVE_DIVISOR).min(RESERVE_MAX)
 }
 
-/// Memory reserved for a function. Dropping this returns the part that was not taken.
+/// Memory promised to a function. Dropping this returns the part that the function has not taken.
 #[derive(Debug)]
 pub struct MemoryPromise {
     account: MemoryAccount,
     function: String,
     bytes: u64,
-    /// Bytes of this reservation that are taken from the free memory that normally has to stay free.
+    /// Bytes of this promise that come from the reserve, which normally stays free.
     reserve_used: u64,
 }
 
@@ -212,7 +212,7 @@ impl MemoryPromise {
         Ok(())
     }
 
-    /// Records that `bytes` were taken. The kernel's own counts include them from now on.
+    /// Records that the function has taken `bytes`. The kernel's own counts include them from now on.
     pub fn note_taken(&mut self, bytes: u64) {
         let bytes = bytes.min(self.bytes);
         self.bytes -= bytes;
@@ -239,14 +239,14 @@ impl Drop for MemoryPromise {
 /// which function was pinning memory. The content is untrusted.
 #[derive(Debug)]
 pub struct PinningRecord {
-    /// Bytes that the kernel may have to allocate; 0 while no memory is being pinned.
+    /// Bytes that the kernel may have to allocate while it pins memory; 0 while no memory is being pinned.
     bytes: MappedWord64,
-    /// OOM-kill count from before the pinning, with [`GROUP_FLAG`] set if it is the control group's.
+    /// OOM-kill count from before the pinning, with [`GROUP_FLAG`] set if it is the control group's count.
     kills: MappedWord64,
 }
 
 impl PinningRecord {
-    /// Creates the record in two words, which are initially zero.
+    /// Creates the record in two words of a file that outlives the process. The words are 0 at first.
     #[must_use]
     pub fn new(bytes: MappedWord64, kills: MappedWord64) -> Self {
         Self { bytes, kills }
@@ -254,7 +254,7 @@ impl PinningRecord {
 
     /// Records that `bytes` are being pinned, until the returned guard is dropped.
     pub(crate) fn begin(&self, bytes: u64, account: &MemoryAccount) -> OngoingPinning<'_> {
-        // Without a count, the next process could not detect an OOM kill.
+        // Without an OOM-kill count, the next process could not detect an OOM kill, so nothing is recorded.
         if let Some(kills) = account.oom_kills() {
             self.kills.store(kills);
             self.bytes.store(bytes);
@@ -262,7 +262,7 @@ impl PinningRecord {
         OngoingPinning(self)
     }
 
-    /// Clears the record.
+    /// Clears the record: no memory is being pinned.
     pub fn clear(&self) {
         self.bytes.store(0);
     }
@@ -278,7 +278,7 @@ impl PinningRecord {
     /// such as SIGKILL by an operator.
     #[must_use]
     pub fn interrupted_by_shortage(&self, account: &MemoryAccount) -> Option<u64> {
-        // The record does not survive a reboot of the host.
+        // The record does not survive a reboot of the host, so the host's count has not restarted.
         self.interrupted_bytes()
             .filter(|_| account.has_oom_kill_since(self.kills.load()))
     }
@@ -304,7 +304,7 @@ impl PinningRecord {
     }
 }
 
-/// Guard that exists while memory is being pinned.
+/// Guard that exists while memory is being pinned. Dropping it clears the record.
 #[derive(Debug)]
 pub(crate) struct OngoingPinning<'a>(&'a PinningRecord);
 
@@ -314,34 +314,34 @@ impl Drop for OngoingPinning<'_> {
     }
 }
 
-/// Too little memory is left.
+/// Refusal of memory, because too little would be left.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum MemoryShortage {
-    /// Too little memory is left on the host.
+    /// The host has too little free memory.
     #[error("the host has {} available, of which {} stay free{}", rounded(*.available), rounded(*.kept), PromisedToOthers(*.others))]
     Host {
-        /// Bytes that are available.
+        /// Bytes that the host can give without swapping.
         available: u64,
-        /// Bytes that have to stay free.
+        /// Bytes of those available that have to stay free, as a reserve of the host.
         kept: u64,
-        /// Bytes reserved for other functions.
+        /// Bytes promised to other functions.
         others: u64,
     },
-    /// Too little memory is left in a control group of this process.
+    /// A control group of this process has too little memory left until its limit.
     #[error(
         "this process's control group has {} left of {} ({}; MemoryMax= of a unit), of which {} stay free{}",
         rounded(*.available), rounded(*.limit), .file.display(), rounded(*.kept), PromisedToOthers(*.others)
     )]
     Group {
-        /// File of the limit.
+        /// File that contains the limit.
         file: PathBuf,
         /// The limit in bytes.
         limit: u64,
-        /// Bytes that are left.
+        /// Bytes that are left until the limit.
         available: u64,
-        /// Bytes that have to stay free.
+        /// Bytes of those left that have to stay free, as a reserve of the control group.
         kept: u64,
-        /// Bytes reserved for other functions.
+        /// Bytes promised to other functions.
         others: u64,
     },
 }
@@ -354,7 +354,7 @@ fn rounded(bytes: u64) -> ByteSize {
     }
 }
 
-/// Bytes reserved for other functions.
+/// Bytes promised to other functions, as the end of a message.
 struct PromisedToOthers(u64);
 
 impl fmt::Display for PromisedToOthers {
@@ -475,7 +475,7 @@ mod tests {
         let take = |function: &str, bytes| {
             let mut promise = memory.promise(function);
             promise.extend_to(bytes)?;
-            // Only one step allocates memory, and its check succeeds.
+            // The allocation takes one step, and the check of the free memory before this step succeeds.
             promise.extend_to(bytes)?;
             promise.note_taken(bytes);
             Ok::<_, MemoryShortage>(())
@@ -494,12 +494,12 @@ mod tests {
         for _ in 0..4 {
             memory.promise("c").extend_to(30 * MIB).unwrap();
         }
-        // Memory is available again.
+        // Enough memory is available again.
         tell(1100, 0);
         take("a", 4096).unwrap();
         tell(900, 0);
         take("a", 32 * MIB).unwrap();
-        // Memory that does not exist cannot be promised.
+        // More memory than exists cannot be promised.
         tell(8, 0);
         take("d", 16 * MIB).unwrap_err();
         take("d", 8 * MIB).unwrap();
@@ -534,7 +534,7 @@ mod tests {
         record.blame();
         assert!(record.is_blamed());
         assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
-        // A record as the previous release wrote it.
+        // The previous release wrote records like this one.
         record.kills.store(7);
         assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
     }

@@ -30,7 +30,7 @@ pub struct ThreadWaker {
 
 impl WakeTarget for ThreadWaker {
     fn wake(&self) {
-        // A saturated counter wakes the sleeper as well.
+        // If the counter is full, the sleeper wakes up as well.
         let _ = eventfd::signal(&self.eventfd);
     }
 }
@@ -50,7 +50,8 @@ impl<B: WakeTarget> ParkWaker<B> {
         }
     }
 
-    /// Wakes the poller if it is parked. Callers store their data for the poller first.
+    /// Wakes the poller if it is parked. Callers store their data for the poller first, so that an awake poller finds the data
+    /// at its next pass.
     pub fn wake(&self) {
         fence(Ordering::SeqCst);
         if self.parked.load(Ordering::Relaxed) {
@@ -58,7 +59,7 @@ impl<B: WakeTarget> ParkWaker<B> {
         }
     }
 
-    /// Announces that the poller is about to sleep. The poller checks all its sources once more afterwards.
+    /// Announces that the poller is about to sleep. The poller then checks all its sources of work once more before it sleeps.
     pub fn begin_park(&self) {
         self.parked.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -82,7 +83,7 @@ impl<B: WakeTarget> ParkWaker<B> {
 pub struct UntrappedDoorbells(AtomicBool);
 
 impl UntrappedDoorbells {
-    /// Creates the flag. `is` is true if the doorbell page may be mapped already.
+    /// Creates the flag. It is set at first if `is` is true: the doorbell page may be mapped already.
     pub fn new(is: bool) -> Self {
         Self(AtomicBool::new(is))
     }
@@ -142,7 +143,7 @@ pub(crate) struct EventfdWaker {
 }
 
 impl EventfdWaker {
-    /// Adds an eventfd to the poller of `waker`, until dropped.
+    /// Creates an eventfd that wakes the poller of `waker` until it is dropped.
     pub(crate) fn new(waker: Arc<PollerWaker>) -> io::Result<Self> {
         let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
         let event = EpollEvent::new(
@@ -165,7 +166,7 @@ impl EventfdWaker {
 
 impl Drop for EventfdWaker {
     fn drop(&mut self) {
-        // The other process may still have the descriptor, so closing ours would not remove it from the epoll set.
+        // Another process may still have the descriptor, so closing it here would not remove it from the epoll set.
         let (operation, event) = (ControlOperation::Delete, EpollEvent::default());
         let _ = self
             .waker
@@ -184,7 +185,7 @@ mod loom_models {
     use loom::sync::{Condvar, Mutex};
     use loom::thread;
 
-    /// An eventfd as the model checker can see it.
+    /// An eventfd in a form that the model checker can examine.
     #[derive(Default)]
     struct LoomWakeTarget {
         rung: Mutex<bool>,
@@ -260,7 +261,7 @@ mod loom_models {
     #[test]
     fn a_shadow_doorbell_is_never_missed() {
         const ENTRIES: u32 = 3;
-        // All executions with up to three preemptions; a fourth takes minutes and found no more.
+        // The model checks all executions with up to three preemptions. With a fourth, it takes minutes and found no more.
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(|| {
@@ -278,7 +279,7 @@ mod loom_models {
                         fence(Ordering::SeqCst);
                         let asked = SharedWord::load(&word);
                         if crate::doorbell::tests::driver_writes_register(asked, tail, old) {
-                            // The register write reaches the poller through its control thread.
+                            // A register write reaches the poller through the function's control thread.
                             bell.wake();
                         }
                         old = tail;
@@ -295,7 +296,7 @@ mod loom_models {
         });
     }
 
-    /// A guest's doorbell whose page is mapped and unmapped.
+    /// A guest's doorbell whose page is mapped and unmapped while the guest writes.
     #[derive(Default)]
     struct ToggledDoorbell {
         /// True while the page is mapped. A store holds the lock, because a hypervisor changes a mapping only between
@@ -318,9 +319,8 @@ mod loom_models {
         }
     }
 
-    /// Polls as a poller does whose doorbells may be untrapped, until it has seen `goal`. A sleep with a timer only delays
-    /// the next poll, which sees all stores until then. So nothing is lost by such a sleep, and the model treats it as a
-    /// yield.
+    /// Polls as a poller does whose guest's doorbells may be untrapped, until it has seen `goal`. A sleep with a timer loses
+    /// nothing: it only delays the next poll, which sees all stores until then. So the model treats such a sleep as a yield.
     fn poll_toggled(
         goal: u32,
         doorbell: &ToggledDoorbell,

@@ -15,14 +15,14 @@ pub mod io_error {
         text: String,
     }
 
-    /// Error kinds that callers distinguish.
+    /// Kinds of an `io::Error` that callers distinguish.
     #[derive(Clone, Copy, Serialize, Deserialize)]
     #[serde(rename_all = "snake_case")]
     enum IoErrorMessageKind {
         TimedOut,
         NotConnected,
         Unsupported,
-        /// For example while a drive is reset.
+        /// The resource is busy for now, for example a drive that is being reset.
         ResourceBusy,
     }
 
@@ -49,7 +49,7 @@ pub mod io_error {
         }
     }
 
-    /// Returns the error for an errno. The text is kept if it is not the kernel's own.
+    /// Returns the error for an errno. Keeps `text` if it differs from the kernel's text for the errno.
     fn from_errno(errno: i32, text: String) -> io::Error {
         let error = io::Error::from_raw_os_error(errno);
         match text.ends_with(&format!("(os error {errno})")) {

@@ -59,7 +59,7 @@ impl Gauge {
     }
 }
 
-/// Number of distinct statuses that are counted separately.
+/// Number of different statuses for which failed commands are counted.
 const STATUSES: usize = 32;
 
 /// Number of commands that failed with a status. A `code` of 0 (success) marks a free entry.
@@ -73,7 +73,7 @@ struct StatusCounter {
 #[derive(Debug, Default)]
 pub struct StatusCounters {
     counters: [StatusCounter; STATUSES],
-    /// Failed commands whose status has no counter, because all [`STATUSES`] counters are taken.
+    /// Failed commands whose status has no counter of its own, because all [`STATUSES`] counters are taken by other statuses.
     others: AtomicU64,
 }
 
@@ -116,7 +116,7 @@ pub struct StatusCount {
     pub commands: u64,
 }
 
-/// Buckets per power of two of latency. A bucket is at most 25 % wide.
+/// Number of histogram buckets per power of two of latency. A bucket is at most 25 % wide.
 const STEPS: usize = 4;
 const BUCKETS: usize = 48 * STEPS;
 
@@ -154,7 +154,7 @@ impl LatencyHistogram {
             .map_or(u64::MAX, |end| end - 1)
     }
 
-    /// Counts a command with a latency of `ticks`. Only the one writer may call this.
+    /// Counts a command with a latency of `ticks`. Only the histogram's one writer may call this.
     #[inline]
     pub fn record(&self, ticks: u64) {
         self.buckets[Self::bucket(ticks)].add(1);
@@ -307,11 +307,11 @@ pub struct LatencyStats {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum HostQueueUse {
-    /// Reserved by this lease and used only by its queues.
+    /// The pair is reserved for this lease and used only by its queues.
     Reserved,
-    /// Used by this queue alone.
+    /// The pair is not reserved, and used by this queue alone.
     Exclusive,
-    /// Shared in turn with other queues.
+    /// The pair is shared in turn with other queues.
     Shared,
 }
 
@@ -320,7 +320,7 @@ pub enum HostQueueUse {
 pub struct LeasePairStats {
     /// Number of queue pairs that are reserved for the lease, used or not.
     pub reserved: u16,
-    /// Queues that have an unreserved pair to themselves.
+    /// Queues that alone use an unreserved pair.
     pub exclusive: u16,
     /// Queues that share a pair with other queues.
     pub shared: u16,
@@ -454,7 +454,7 @@ impl std::ops::Add for LeaseCounters {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
-        // A counter from a snapshot may have any value.
+        // A counter that comes from a snapshot may have any value, so sums must not overflow.
         Self {
             reads: self.reads.wrapping_add(other.reads),
             writes: self.writes.wrapping_add(other.writes),

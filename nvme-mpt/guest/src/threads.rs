@@ -64,11 +64,11 @@ pub fn start_thread<T: Send + 'static>(
         .inspect_err(|error| log_failure(name, error))
 }
 
-/// Logs that a thread cannot be started, with the limit that may be the cause. A guest may repeat its request at will,
-/// so this logs at most once in ten seconds.
+/// Logs that a thread cannot be started, with the limit that may be the cause. A guest can repeat its request as often as it
+/// likes, so this logs at most once in ten seconds.
 fn log_failure(name: &str, error: &io::Error) {
     static LAST_LOGGED: AtomicU64 = AtomicU64::new(0);
-    // 0 means that nothing was logged yet.
+    // The value 0 means that nothing was logged yet.
     let now = clock::monotonic().as_secs() + 1;
     let said = LAST_LOGGED.load(Ordering::Relaxed);
     let is_due = said == 0 || now >= said + 10;
@@ -106,7 +106,7 @@ pub fn run_alongside<T>(
     work: impl FnOnce() + Send,
     meanwhile: impl FnOnce() -> T,
 ) -> io::Result<T> {
-    // A simulation runs `work` first, then `meanwhile`.
+    // A simulation is single-threaded here: it runs `work` first, then `meanwhile`.
     if cfg!(simulation) {
         work();
         return Ok(meanwhile());

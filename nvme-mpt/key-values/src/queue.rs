@@ -63,7 +63,7 @@ impl EndedKvCommands {
     }
 }
 
-/// Way in which the queue's requests are executed.
+/// Way in which the requests of a queue are executed: by the poller, or by the thread of a file.
 #[derive(Debug)]
 enum KvRequestRoute {
     Memory(Arc<MemoryKeySpace>),
@@ -77,14 +77,14 @@ struct KvFileRoute {
     /// Name of the key space to which the requests belong.
     name: u64,
     mailbox: Arc<KvReplyQueue>,
-    /// Commands whose requests the thread has, indexed by slot.
+    /// Commands whose requests the file's thread is executing, indexed by slot.
     inflight: Box<[Sqe]>,
-    /// Commands that are passed to the thread once the bytes in flight permit it.
+    /// Commands that wait until few enough bytes are in flight to pass their requests to the thread.
     waiting: VecDeque<Sqe>,
     bytes: usize,
     /// Buffer for replies that were taken from the mailbox.
     replies: Vec<(u16, KvReply)>,
-    /// Number of requests that the thread has.
+    /// Number of requests that the file's thread is executing or will execute.
     inflight_count: usize,
     progress: KvFileThreadProgress,
     /// True if the thread has made no progress for longer than the timeout.
@@ -95,7 +95,7 @@ struct KvFileRoute {
 #[derive(Debug)]
 struct KvFileThreadProgress {
     age_timer: RequestAgeTimer,
-    /// Number of batches at the last progress, and the count of age checks at that time.
+    /// Number of batches that the thread had taken at the last progress, and the count of age checks at that time.
     last_batches: u64,
     last_progress_check: u32,
 }
@@ -103,11 +103,11 @@ struct KvFileThreadProgress {
 /// Class of the time since the thread last made progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum KvFileThreadDelay {
-    /// The time is normal.
+    /// The thread made progress recently enough.
     Short,
-    /// The time is longer than a healthy drive needs. Returned once for each period without progress.
+    /// The thread made no progress for longer than a healthy drive needs. Returned once for each such period.
     Overdue,
-    /// The time exceeds the drive's timeout.
+    /// The thread made no progress for longer than the drive's timeout.
     TimedOut,
 }
 
@@ -460,7 +460,7 @@ impl HostQueue for KeyValueQueue {
         true
     }
 
-    /// Drops the requests that are not passed to the thread yet.
+    /// Drops the requests that were not passed to the thread yet.
     fn cut_short(&mut self) {
         if let KvRequestRoute::File(lane) = &mut self.route {
             let ended = lane.waiting.drain(..).map(|sqe| HostCompletion {

@@ -36,9 +36,9 @@ pub struct LayeredController {
     limits: ControllerLimits,
     /// Model that decides when commands complete. Without a model, a command completes as soon as the store has executed it.
     timing: Option<Arc<DriveModel>>,
-    /// Zone states, if the namespace is zoned.
+    /// States of the zones; `None` if the namespace is not zoned.
     zones: Option<DriveZones>,
-    /// Injected faults and their lasting effects on the drive.
+    /// Injected faults, and their lasting effects on the drive; `None` if the drive was opened without faults.
     faults: Option<Arc<FaultInjector>>,
 }
 
@@ -96,7 +96,7 @@ impl LayeredController {
         }
         self.namespace.blocks = zones.blocks();
         self.limits = ControllerLimits {
-            // The other commands move, name or discard blocks without regard to write pointers.
+            // All other commands move, name or discard blocks without regard to write pointers.
             commands: Oncs(0)
                 .with_compare(true)
                 .with_write_zeroes(true)

@@ -81,9 +81,9 @@ fn admit_range(
     })
 }
 
-/// Returns whether the recorded lease and the request have the same range, on drives whose names are of different boots of
-/// the host. The drives are then taken for the same one: the operator has said so, as otherwise an earlier check would have
-/// refused the request.
+/// Returns whether the recorded lease and the request have the same range, on drives whose names are of different boots of the
+/// host. The drives are then taken for the same drive. The operator has said that they are: without this decision, an earlier
+/// check would have refused the request.
 fn had_range(record: &LedgerRecord, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let boots = [record.drive.as_str(), request.drive.name].map(backing_extent::drive_boot_id);
     matches!(boots, [Some(theirs), Some(ours)] if theirs != ours)

@@ -6,29 +6,30 @@ use std::ops::Range;
 
 use crate::range::ByteRange;
 
-/// Free units of a drive, as runs in the drive's order. The runs of a list neither overlap nor touch.
+/// Free units of a drive (a unit is the smallest extent of leases by size), as runs in the drive's order. The runs of a list
+/// neither overlap nor touch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct FreeUnits {
-    /// Units without data.
+    /// Units in which no id has data.
     pub(super) clean: Vec<Range<u64>>,
-    /// Units without data, and units with data that has to be wiped first.
+    /// Units in which no id has data, and units with data that has to be wiped before use.
     pub(super) usable: Vec<Range<u64>>,
 }
 
-/// Request for units of a lease.
+/// Number of units that a lease needs, and conditions for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct UnitDemand {
     /// Number of units, above 0.
     pub(super) units: u64,
-    /// Number of the unit directly after the lease's last extent. A free run that starts with this unit is preferred,
-    /// because it extends the extent.
+    /// Number of the unit directly after the lease's last extent. A free run that starts with this unit is preferred, because
+    /// it extends that extent.
     pub(super) after_unit: Option<u64>,
-    /// True if the lease must be one extent.
+    /// True if all units must form one extent.
     pub(super) whole: bool,
 }
 
-/// Returns the free units of a drive of `units` units of `unit` bytes. A unit with a byte in `taken` is not free. A unit
-/// with a byte in `dirty` is free, but counts as a unit with data.
+/// Returns the free units of a drive of `units` units of `unit` bytes. A unit with a byte in `taken` is not free. A unit with a
+/// byte in `dirty` is free, but has data that must be wiped first.
 pub(super) fn free_units(
     units: u64,
     unit: u64,
@@ -45,7 +46,7 @@ pub(super) fn free_units(
     }
 }
 
-/// Returns the runs of `0..units` that no range in `used` touches.
+/// Returns the runs of units of `0..units` that overlap no range in `used`.
 fn gaps(units: u64, used: &mut [Range<u64>]) -> Vec<Range<u64>> {
     used.sort_by_key(|range| range.start);
     let mut gaps = Vec::new();
@@ -62,8 +63,9 @@ fn gaps(units: u64, used: &mut [Range<u64>]) -> Vec<Range<u64>> {
     gaps
 }
 
-/// Chooses units for a lease, in the lease's order; `None` if there are not enough. Only units without data are chosen, if
-/// they suffice.
+/// Chooses free units for a lease, as runs in the order in which the lease gets them. Units with data, which must be wiped
+/// first, are chosen only if the units without data do not suffice. Returns `None` if there are not enough free units, or, for
+/// a lease of one extent, not enough in one run.
 pub(super) fn choose_units(free: &FreeUnits, need: UnitDemand) -> Option<Vec<Range<u64>>> {
     choose_from(&free.clean, need).or_else(|| choose_from(&free.usable, need))
 }
@@ -73,7 +75,7 @@ fn choose_from(runs: &[Range<u64>], need: UnitDemand) -> Option<Vec<Range<u64>>>
     let mut chosen = Vec::new();
     let mut left = need.units;
     let mut runs = runs.to_vec();
-    // The unit before `behind` belongs to the lease, so the run that continues the lease starts exactly at `behind`.
+    // The unit before `behind` belongs to the lease, so only a run that starts exactly at `behind` continues the lease.
     let behind = need.after_unit.and_then(|unit| {
         let i = runs.iter().position(|run| run.start == unit)?;
         Some(runs.remove(i))
@@ -88,7 +90,8 @@ fn choose_from(runs: &[Range<u64>], need: UnitDemand) -> Option<Vec<Range<u64>>>
         chosen.push(run.start..run.start + taken);
         left -= taken;
     }
-    // Among equally long runs, the first on the drive is sorted last, so that it is taken first.
+    // Runs are taken from the end of the list. Among equally long runs, the first on the drive is sorted last, so that it is
+    // taken first.
     runs.sort_by(|one, other| (length(one), other.start).cmp(&(length(other), one.start)));
     while left > 0 {
         let longer = runs.partition_point(|run| length(run) < left);
@@ -219,7 +222,7 @@ mod tests {
         ) {
             let taken = (0..).zip(&units).filter(|(_, free)| !**free);
             let taken: Vec<_> = taken.map(|(unit, _)| ByteRange::new(unit, 1).unwrap()).collect();
-            // Only a unit after a taken one can continue a lease.
+            // A lease can only be continued by a unit that follows a unit in use.
             let behind = behind.filter(|unit| {
                 let before = unit.checked_sub(1).and_then(|unit| units.get(unit as usize));
                 before.is_some_and(|free| !free)

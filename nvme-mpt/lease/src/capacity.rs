@@ -28,7 +28,7 @@ pub struct CapacityUse {
     pub leased: bool,
 }
 
-/// Returns the use of `area` by ids, and its free capacity for leases in units of `unit` bytes.
+/// Returns the free bytes of the namespace `area` for leases in units of `unit` bytes, and the parts of it that belong to ids.
 pub(super) fn namespace_capacity(
     records: &LedgerRecords,
     area: &LeaseTarget<'_>,
@@ -42,7 +42,7 @@ pub(super) fn namespace_capacity(
             bytes: 0,
             leased: false,
         });
-        // Leased parts come first. A leased part is also listed as data, which must not count twice.
+        // Leased parts come first. The data of a lease is listed as another part, which must not count twice.
         if leased || !entry.leased {
             entry.bytes += range.length();
         }
@@ -86,7 +86,7 @@ mod tests {
         )
     }
 
-    /// Free GiB, and for each id: GiB, and whether it has a lease.
+    /// Free GiB; and for each id its GiB, and true if it has a lease.
     type CapacityInGib = (u64, Vec<(String, u64, bool)>);
 
     fn shown(ledger: &Ledger) -> Result<CapacityInGib, LeaseError> {

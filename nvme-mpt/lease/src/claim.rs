@@ -1,4 +1,4 @@
-//! Claims: the right by which a lease is requested, checked against the [terms](super::lease_settings) of its id.
+//! Claims: the right by which a lease is requested, checked against the [settings](super::lease_settings) of its id.
 
 use super::error::LeaseError;
 use super::extents::LeaseExtents;
@@ -7,18 +7,19 @@ use super::lease_target::LeaseTarget;
 use super::ledger_store::LedgerRecords;
 use super::range_owners;
 
-/// Right by which a lease is requested.
+/// Right by which a process requests a lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LeaseClaim {
-    /// The operator requests a lease. The lease's owner stays the same.
+    /// The operator requests the lease. Its owner stays the same.
     #[default]
     Operator,
-    /// Claim of the operator for a user, who becomes the owner of the lease.
+    /// The operator requests the lease for this user, who becomes its owner.
     ForUser(u32),
-    /// Claim of a process that may have any lease. If the lease has no owner, the process's user becomes the owner.
+    /// A process of this user requests the lease, and may have any lease. If the lease has no owner, the user becomes its
+    /// owner.
     AnyLease(u32),
-    /// Claim of a process that may only have a lease owned by the process's user, with bytes that already belong to the
-    /// lease's id.
+    /// A process of this user requests the lease, and may have only a lease that the user owns, of bytes that already belong to
+    /// the lease's id.
     OwnLease(u32),
 }
 
@@ -73,7 +74,7 @@ impl LeaseClaim {
         }
     }
 
-    /// Records the owner of a granted lease.
+    /// Records the owner of a lease that was granted by this right.
     pub(super) fn record_owner(self, terms: &mut LeaseSettingsById, id: &str) {
         let owner = match self {
             Self::Operator | Self::OwnLease(_) => return,
@@ -90,14 +91,14 @@ impl LedgerRecords {
         self.terms.get(id)?.owner
     }
 
-    /// Returns whether the id has a lease or data.
+    /// Returns whether the ledger has a lease or data of the id.
     pub(super) fn has_id(&self, id: &str) -> bool {
         self.leases.iter().any(|record| record.id == id)
             || self.tenants.iter().any(|tenant| tenant.id == id)
     }
 
-    /// Removes records that nothing refers to: settings with default values, settings and unreadable blocks of ids with
-    /// neither a lease nor data, and names and facts of drives with neither.
+    /// Removes records that nothing refers to any more: settings with default values; settings and unreadable blocks of ids
+    /// that have neither a lease nor data; names and facts of drives on which no id has a lease or data.
     pub(super) fn remove_unused(&mut self) {
         let mut terms = std::mem::take(&mut self.terms);
         terms.retain(|id, terms| *terms != LeaseSettings::default() && self.has_id(id));
@@ -269,7 +270,7 @@ mod tests {
                     .unwrap_err();
                 assert!(matches!(error, LeaseError::NotReserved { .. }), "{error}");
             }
-            // A reservation may also cover a part of the range.
+            // A user may also lease only a part of the reserved range.
             drop(
                 ledger
                     .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &range("a", "1M+512K"))

@@ -36,7 +36,7 @@ impl LedgerRecords {
         self.tenants.iter().any(|tenant| tenant.drive() == base) || self.leases.iter().any(has)
     }
 
-    /// Returns, for each of the drives `from` and `to`, whether there are leases or data on the drive.
+    /// Returns for the drive `from`, and for the drive `to`, whether any id has a lease or data on it.
     pub(super) fn are_drives_known(&self, from: &str, to: &str) -> (bool, bool) {
         let known = |drive| {
             backing_extent::bases(drive)
@@ -57,13 +57,14 @@ impl LedgerRecords {
             .collect()
     }
 
-    /// Returns the drive name from which the names that the drive's guests see are derived: the name at the first lease.
+    /// Returns the drive name from which the names that the drive's guests see are derived. It is the name that the drive had
+    /// at its first lease.
     pub(super) fn guest_name_source(&self, drive: &str) -> String {
         if let Some(label) = backing_extent::bases(drive)
             .iter()
             .find_map(|base| DriveLabel::from_base(base))
         {
-            // The name of the device below a label may change with each boot.
+            // The name of the device that has a label may change with each boot.
             let base = label.base();
             return self.namings.get(&base).cloned().unwrap_or(base);
         }
@@ -73,8 +74,8 @@ impl LedgerRecords {
         }
     }
 
-    /// Renames the bases of the drive `from` to those of the drive `to` in all records. A base is not renamed if the ledger
-    /// already has records under its new name. Returns `false` if no base was renamed.
+    /// Renames the bases (disks, files) of the drive `from` to those of the drive `to` in all records. A base is not renamed if
+    /// the ledger already has records under its new name. Returns `false` if no base was renamed.
     pub(super) fn carry_over(&mut self, from: &str, to: &str) -> bool {
         if let [base] = &backing_extent::bases(to)[..]
             && DriveLabel::from_base(base).is_some()
@@ -121,9 +122,9 @@ impl LedgerRecords {
         changed
     }
 
-    /// Returns a known drive that may be the requested drive under another name, with data of ids in the requested bytes.
-    /// Does not count bytes about which the operator has decided, and bytes that the requesting id has on the requested
-    /// drive under its present name.
+    /// Returns a known drive that may be the requested drive under another name, with data of ids in the requested bytes. Bytes
+    /// about which the operator has decided do not count, nor do bytes that the requesting id has on the requested drive under
+    /// its present name.
     pub(super) fn find_earlier(
         &self,
         request: &LeaseRequest<'_>,
@@ -137,7 +138,7 @@ impl LedgerRecords {
         EarlierDriveSearch::new(self, request, host).find_undecided()
     }
 
-    /// Returns [`Self::find_earlier`] among drives whose names are valid for all boots.
+    /// Returns the result of [`Self::find_earlier`], but considers only known drives whose names are valid for all boots.
     pub(super) fn find_renamed(
         &self,
         request: &LeaseRequest<'_>,
@@ -164,8 +165,8 @@ impl LedgerRecords {
             && DriveLabel::from_base(base).is_some()
         {
             let below = self.other_names.entry(base.clone()).or_default();
-            // Names for a boot are recorded again at each boot. All other names are kept, because a name that the host does
-            // not report today may be the only one that it reports later.
+            // Names for one boot are recorded anew at each boot. All other names stay, because a name that the host does not
+            // report today may be the only one that it reports later.
             below.retain(|name| backing_extent::drive_boot_id(name).is_none());
             below.extend(all().cloned());
             return;
@@ -184,8 +185,8 @@ impl LedgerRecords {
         }
     }
 
-    /// Returns the ids with data on `base` in bytes that the request could get. Data that was given up does not count.
-    /// Released data counts: it is not wiped yet, and a lease under another name of the drive would not wipe it.
+    /// Returns the ids with data on `base` in bytes that the request could get. Data that was given up does not count. Released
+    /// data counts: it is not wiped yet, and a lease under another name of the drive would not wipe it.
     fn ids_on(&self, base: &str, request: &LeaseRequest<'_>) -> Vec<String> {
         let is_label = DriveLabel::from_base(base).is_some();
         let boot = backing_extent::drive_boot_id(request.drive.name);
@@ -208,8 +209,8 @@ impl LedgerRecords {
         ids
     }
 
-    /// Returns whether the id already has all requested bytes on the requested drive; for a request by size, whether the id
-    /// already has a lease by size there.
+    /// Returns whether the id already has data in all requested bytes of the requested drive. For a request by size, returns
+    /// whether the id already has a lease by size there.
     fn has_all_bytes(&self, request: &LeaseRequest<'_>) -> bool {
         let area = request.target();
         let of_id = |range| {
@@ -231,7 +232,7 @@ impl LedgerRecords {
         }
     }
 
-    /// Returns whether the request is for a new lease by size, on a drive whose name is only valid until the next boot.
+    /// Returns whether the request is for a new lease by size on a drive whose name is valid only until the next boot.
     pub(super) fn has_temporary_name(&self, request: &LeaseRequest<'_>) -> bool {
         matches!(request.wanted, RequestedBytes::Size { .. })
             && backing_extent::drive_boot_id(request.drive.name).is_some()
@@ -280,7 +281,7 @@ impl LedgerRecords {
     }
 }
 
-/// Search for the requested drive among drives that the ledger knows under other names.
+/// Search for the requested drive among the drives that the ledger knows under other names.
 struct EarlierDriveSearch<'a, F> {
     records: &'a LedgerRecords,
     request: &'a LeaseRequest<'a>,
@@ -299,7 +300,7 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
         }
     }
 
-    /// Returns a known drive that refuses the request until the operator decides.
+    /// Returns a known drive about which the operator must decide before the request can be granted.
     fn find_undecided(&self) -> Option<EarlierDrive> {
         let records = self.records;
         let has_all = || records.has_all_bytes(self.request);
@@ -318,7 +319,8 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
         })
     }
 
-    /// Returns a base that may belong to the requested drive, among bases without a label that `is_asked_for` selects.
+    /// Returns a known base that may belong to the requested drive. Only bases without a label that `is_asked_for` selects are
+    /// considered.
     fn find_base(&self, is_asked_for: impl Fn(&str) -> bool) -> Option<EarlierDrive> {
         let bases = self.records.bases().into_iter();
         let mut bases = bases.filter(|base| is_asked_for(base));
@@ -345,7 +347,8 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
         })
     }
 
-    /// Returns the reason to think that a base without a label belongs to the requested drive; `None` if it cannot.
+    /// Returns the reason to think that a known base, which has no label, belongs to the requested drive; `None` if it cannot
+    /// belong to it.
     fn likeness(&self, base: &str) -> Option<DriveMatchReason> {
         // A name without a known boot id may have belonged to another disk in an earlier boot.
         let is_ours = backing_extent::boot_id_of(base) != Some(backing_extent::UNKNOWN_BOOT)
@@ -368,7 +371,7 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
         can_be.then(|| self.find_absence(base)).flatten()
     }
 
-    /// Returns whether a base has one of the requested drive's names.
+    /// Returns whether a known base has one of the requested drive's names.
     fn shares_name(&self, base: &str) -> bool {
         let is_label = matches!(&self.bases[..], [ours] if DriveLabel::from_base(ours).is_some());
         let others = self.request.drive.possible_names.iter();
@@ -387,8 +390,8 @@ impl<'a, F: FnOnce() -> HostDisks> EarlierDriveSearch<'a, F> {
             || names.is_some_and(|names| names.iter().any(is_shared))
     }
 
-    /// Returns the reason to think that a base is the requested drive: the host has no disk of its name. Returns `None` if
-    /// the disk is present, or if this boot cannot tell.
+    /// Returns the reason to think that a known base is the requested drive: its name is of an earlier boot, or the host has no
+    /// disk of that name. Returns `None` if the host has that disk, or if this boot cannot tell.
     fn find_absence(&self, base: &str) -> Option<DriveMatchReason> {
         let own = self
             .bases
@@ -550,11 +553,11 @@ mod tests {
         }
     }
 
-    /// All ways in which a drive gets another name or loses a name.
+    /// Covers all ways in which a drive gets another name or loses a name.
     #[test]
     fn a_drive_whose_name_changed_gives_no_data_of_others() {
         let boot = backing_id::boot_id();
-        // Numbers that no disk of this host uses.
+        // No disk of this host uses these numbers.
         let now = |number: u32| format!("disk:{boot}/{}", 4_000_000_000 + number);
         let (old, ext, xfs) = (
             format!("disk:{OLD}/5"),
@@ -564,14 +567,14 @@ mod tests {
         let whole = named("disk:wwid", &["disk:serial"]);
         let part = named("1048576+536870912 of disk:s", &[]);
         let cases = [
-            // A file whose disk got a serial number, lost it, or got another one.
+            // The drive is a file whose disk got a serial number, lost it, or got another one.
             (named(ext, &[]), named("file:12@disk:s", &[ext])),
             (named("file:12@disk:s", &[ext]), named(ext, &[&now(1)])),
             (
                 named("file:12@disk:s", &[ext]),
                 named("file:12@disk:t", &[ext]),
             ),
-            // A file whose file system does not report its UUID any more.
+            // The drive is a file whose file system does not report its UUID any more.
             (named(xfs, &[]), named(&format!("file:12@{}", now(1)), &[])),
             (
                 named("file:12@disk:s", &[]),
@@ -585,17 +588,17 @@ mod tests {
                 named(&format!("file:12@{}", now(1)), &[]),
                 named(xfs, &[&format!("file:12@{}", now(2))]),
             ),
-            // A disk that got a serial number, lost it, or was connected again.
+            // The drive is a disk that got a serial number, lost it, or was connected again.
             (named(&old, &[]), named("disk:s", &[])),
             (named("disk:s", &[]), named(&now(1), &[])),
             (named(&now(1), &[]), named(&now(2), &[])),
             (named(&now(1), &[]), named("disk:s", &[&now(2)])),
             (named(&now(1), &[]), named("disk:s", &[&now(1)])),
-            // A disk that lost one of two persistent names.
+            // The drive is a disk that lost one of two persistent names.
             (named("disk:serial", &[]), whole.clone()),
             (whole.clone(), named("disk:serial", &[])),
             (named("disk:serial", &[]), labelled("pool", &whole)),
-            // A label that was added, lost, or overwritten.
+            // The drive got a label, lost it, or got another label.
             (named(&old, &[]), labelled("pool", &named(&now(1), &[]))),
             (labelled("pool", &whole), named("disk:wwid", &[])),
             (labelled("pool", &whole), named("disk:serial", &[])),
@@ -741,7 +744,7 @@ mod tests {
             drop(ledger.acquire(&request("a", &base, at("0+1M"))).unwrap());
             ledger.release("a", true).unwrap_err();
         }
-        // Drives whose contents end with the boot too may have leases by size.
+        // Drives whose contents end with the boot, like their names, may have leases by size.
         for base in [format!("ram:{OLD}/5"), format!("file:12@{OLD}/0:40")] {
             drop(ledger.acquire(&request("b", &base, SIZE)).unwrap());
         }
@@ -752,7 +755,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let ledger = Ledger::open(&dir.path().join("state"));
         let label = DriveLabel::new("pool".parse().unwrap());
-        // The disk below the label has only a kernel number.
+        // The disk that has the label is known only by a kernel number.
         let drive = |boot: &str, number| {
             let disk = format!("disk:{boot}/{number}");
             label.identity((&disk).into(), 256 << 20).name
@@ -784,7 +787,7 @@ mod tests {
         for drive in [format!("disk:{OLD}/5"), format!("disk:{OLD}/6")] {
             is_earlier(ledger.acquire(&request("a", &drive, SIZE)));
         }
-        // The operator's decision is valid until the next boot.
+        // The operator's decision is valid only until the next boot.
         let next = format!("disk:{OLD}/5");
         assert!(ledger.carry_over_checked(&drive, &next).unwrap());
         drop(ledger.acquire(&request("a", &next, SIZE)).unwrap());
@@ -823,7 +826,7 @@ mod tests {
             drop(ledger.acquire(&kept(wanted)).unwrap());
             drop(ledger.acquire(&wanted).unwrap());
         }
-        // The data that these ids left before does not count as a second drive.
+        // The data that these ids left on the old drive does not count as data on a second drive.
         assert!(!ledger.carry_over(&before, "disk:known").unwrap());
     }
 
@@ -883,7 +886,7 @@ mod tests {
                     is_earlier(ledger.acquire(&request(id, &drive, at("0+1M"))));
                 }
             }
-            // A disk that the ledger knows by a name of its own is another disk.
+            // A disk that the ledger knows under another name is another disk.
             drop(ledger.acquire(&request("z", "disk:other", SIZE)).unwrap());
             assert!(ledger.carry_over_checked(&old, &new).unwrap());
             drop(ledger.acquire(&request("a", &new, at("0+1M"))).unwrap());
@@ -911,7 +914,7 @@ mod tests {
             is_refused("d", at("64M+1M"));
             is_refused("b", SIZE);
             is_refused("b", at("64M+64M"));
-            // Ranges that were decided now or before can be leased.
+            // A range about which the operator decided, now or before, can be leased.
             drop(ledger.acquire(&first).unwrap());
             let second = request("b", new, at("64M+64M"));
             drop(ledger.acquire(&kept(second)).unwrap());
@@ -978,8 +981,8 @@ mod tests {
         assert!(!text().contains("namings"), "{}", text());
     }
 
-    /// Three disks, two of them without a persistent name, appear in another order at each of 20 boots. Each id requests
-    /// its lease on the disk that has the number that the id's disk had at first.
+    /// Three disks, two of them without a persistent name, appear in another order at each of 20 boots. Each id requests its
+    /// lease on the disk that now has the number which the id's disk had at the first boot.
     #[test]
     fn disks_in_changed_order_give_no_data_of_others() {
         for seed in 0..20 {

@@ -20,8 +20,8 @@ pub enum DriveMatchReason {
     EarlierBoot,
     /// The host has no drive with the known name, so the requested drive may have lost that name.
     Absent,
-    /// The known drive's name is another name of the requested drive. It may also be that one of them is a copy of the
-    /// other.
+    /// The known drive's name is one of the requested drive's other names. They may be the same drive, or one may be a copy of
+    /// the other.
     OtherName,
 }
 
@@ -98,16 +98,16 @@ pub struct ExchangedDriveError {
 /// Error of granting, changing or releasing a lease.
 #[derive(Debug, Error)]
 pub enum LeaseError {
-    /// Another lease overlaps the range.
+    /// Another lease overlaps the requested range.
     #[error("Range {range} of {drive} overlaps {other}; {remedy}")]
     Overlap {
         /// The requested range.
         range: ByteRange,
-        /// The drive's name.
+        /// Name of the drive.
         drive: String,
         /// The overlapping lease.
         other: Box<LeaseEntry>,
-        /// Remedy.
+        /// Advice to the operator on how to resolve the conflict.
         remedy: String,
     },
     /// The range has data of another id.
@@ -118,11 +118,11 @@ pub enum LeaseError {
     OthersData {
         /// The requested range.
         range: ByteRange,
-        /// The drive's name.
+        /// Name of the drive.
         drive: String,
         /// Id that requests the lease.
         id: String,
-        /// The other id's data.
+        /// Data of the other id.
         left: Box<LeftoverData>,
     },
     /// Ids have data on a known drive that may be the requested one under another name.
@@ -154,7 +154,7 @@ pub enum LeaseError {
     /// A drive in use cannot be renamed.
     #[error("Drive {} is in use by {other}: stop that process first, and carry over then", other.drive)]
     InUse {
-        /// A lease of the drive whose holder is alive.
+        /// Lease of the drive whose holder is alive.
         other: Box<LeaseEntry>,
     },
     /// Two drives that both have leases or data cannot be merged.
@@ -179,17 +179,17 @@ pub enum LeaseError {
         /// Name of the drive.
         drive: String,
     },
-    /// Another lease has the id.
+    /// Another lease has the requested id.
     #[error("The id \"{id}\" is taken by {other}; {remedy}")]
     IdTaken {
         /// Id of the lease.
         id: String,
-        /// The lease that has the id.
+        /// Lease that has the id.
         other: Box<LeaseEntry>,
-        /// Remedy.
+        /// Advice to the operator on how to resolve the conflict.
         remedy: String,
     },
-    /// The id is invalid.
+    /// The id is not a valid id of a lease.
     #[error(
         "\"{}\" cannot be the id of a lease: use a letter, then letters, digits, \".\", \"_\" or \"-\", at most {ID_MAX} in all",
         .0.escape_debug()
@@ -198,19 +198,19 @@ pub enum LeaseError {
     /// The range is invalid for this drive.
     #[error(transparent)]
     Range(#[from] RangeError),
-    /// No lease has the id.
+    /// The ledger has no lease of the id.
     #[error("There is no lease \"{id}\"; `nvme-mpt leases list` shows all")]
     NoSuchLease {
         /// Id of the lease.
         id: String,
     },
-    /// The id has no data.
+    /// The id has no data in the ledger.
     #[error("No range has data of lease \"{id}\" that could be handed over")]
     NoData {
         /// Id of the lease.
         id: String,
     },
-    /// The unit size is invalid.
+    /// The unit size is invalid for a lease by size.
     #[error("The unit {unit} of a lease by size {reason}")]
     Unit {
         /// Requested unit size.
@@ -218,7 +218,7 @@ pub enum LeaseError {
         /// Reason and remedy.
         reason: String,
     },
-    /// The size is invalid.
+    /// The length of a lease by size is invalid.
     #[error("The size {size} of a lease by size {reason}")]
     Size {
         /// Requested size of the lease.
@@ -226,7 +226,7 @@ pub enum LeaseError {
         /// Reason and remedy.
         reason: String,
     },
-    /// The drive has too little free capacity.
+    /// The drive has too little free capacity for a lease by size.
     #[error(
         "There is no capacity for {size}{} on {drive}: it has {free} free in whole units of {unit}, the largest \
          extent {largest}; {remedy}",
@@ -235,17 +235,17 @@ pub enum LeaseError {
     NoCapacity {
         /// The drive's name.
         drive: String,
-        /// Number of bytes that the lease needs in addition.
+        /// Bytes that the lease needs in addition to its present extents.
         size: ByteSize,
         /// True if the lease already has extents, to which the bytes would be added.
         more: bool,
-        /// Size of all free units.
+        /// Total size of all free units.
         free: ByteSize,
-        /// Size of a unit.
+        /// Size of a unit, the smallest extent of the lease.
         unit: ByteSize,
         /// Size of the largest free extent.
         largest: ByteSize,
-        /// Remedy.
+        /// Advice to the operator.
         remedy: String,
     },
     /// The id has data that cannot become part of a lease by size.
@@ -255,7 +255,7 @@ pub enum LeaseError {
         id: String,
         /// The drive's name.
         drive: String,
-        /// Ranges, reason and remedy.
+        /// Description of the ranges with data, the reason, and the remedy.
         left: String,
     },
     /// The lease is larger than the requested size.
@@ -285,10 +285,10 @@ pub enum LeaseError {
         drive: String,
         /// Present size of the lease.
         present: ByteSize,
-        /// Requested size of the lease.
+        /// Size to which the lease should be truncated.
         size: ByteSize,
     },
-    /// The lease has a fixed range.
+    /// The lease has a fixed range, so its size cannot be changed.
     #[error(
         "Lease \"{id}\" has the fixed range {range}; only leases by size (size=) change theirs"
     )]
@@ -324,7 +324,7 @@ pub enum LeaseError {
     OtherOwner {
         /// Id of the lease.
         id: String,
-        /// The owner of the lease.
+        /// User id of the owner.
         owner: u32,
         /// User that requests the lease.
         user: u32,

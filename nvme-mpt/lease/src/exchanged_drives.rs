@@ -12,7 +12,7 @@ use super::range_owners::RangeOwner;
 use super::request::LeaseRequest;
 use crate::backing_id::backing_extent;
 
-/// Returns the facts about the requested namespace; `None` if the drive is not a physical drive.
+/// Returns the present facts about the requested namespace; `None` if the drive is not a physical drive.
 fn namespace_facts(request: &LeaseRequest<'_>) -> Option<KnownNamespace> {
     let facts = request.drive.facts?;
     Some(KnownNamespace {
@@ -23,8 +23,8 @@ fn namespace_facts(request: &LeaseRequest<'_>) -> Option<KnownNamespace> {
 }
 
 impl LedgerRecords {
-    /// Refuses a lease if the namespace's content may have changed, or if the id has data on another drive that was at the
-    /// requested drive's PCI address.
+    /// Refuses a lease if the namespace's content may have changed since its last lease, or if the id has data on another drive
+    /// that was at the PCI address where the requested drive is now.
     pub(super) fn check_known_drive(&self, request: &LeaseRequest<'_>) -> Result<(), LeaseRefusal> {
         let (Some(facts), Some(now)) = (request.drive.facts, namespace_facts(request)) else {
             return Ok(());
@@ -40,7 +40,7 @@ impl LedgerRecords {
             *name != ours && drive.address == facts.address && self.has_data_on(request.id, name)
         });
         match was_here {
-            // If the id also has data on the requested drive, its data was moved, or it uses both drives.
+            // The id has data on both drives: its data was moved, or it uses both.
             Some((name, _)) if !self.has_data_on(request.id, ours) => {
                 Err(LeaseRefusal::Exchanged {
                     before: name.clone(),
@@ -52,7 +52,7 @@ impl LedgerRecords {
     }
 
     fn has_data_on(&self, id: &str, drive: &str) -> bool {
-        // Released data belongs to no id, even before it is wiped.
+        // Released data belongs to no id any more, even before it is wiped.
         let is_theirs = |tenant: &RangeOwner| tenant.id == id && tenant.drive() == drive;
         let mut tenants = self.tenants.iter();
         let is_leased = |of: &str| backing_extent::bases(of).iter().any(|base| base == drive);
@@ -61,7 +61,7 @@ impl LedgerRecords {
             || leases.any(|record| record.id == id && is_leased(&record.drive))
     }
 
-    /// Records the facts about a drive.
+    /// Records the present facts about the requested drive and its namespace.
     pub(super) fn note_facts(&mut self, request: &LeaseRequest<'_>) {
         let (Some(facts), Some(now)) = (request.drive.facts, namespace_facts(request)) else {
             return;
@@ -71,7 +71,7 @@ impl LedgerRecords {
         drive.namespaces.insert(request.nsid.0, now);
     }
 
-    /// Forgets the facts about namespaces without leases and data.
+    /// Forgets the facts about namespaces on which no id has a lease or data.
     pub(super) fn forget_unknown_facts(&mut self) {
         let mut known = std::mem::take(&mut self.known);
         for (drive, of) in &mut known {
@@ -82,7 +82,7 @@ impl LedgerRecords {
         self.known = known;
     }
 
-    /// Returns whether there is a lease or data on a namespace.
+    /// Returns whether any id has a lease or data on a namespace.
     fn has_lease_or_data(&self, drive: &str, nsid: u32) -> bool {
         let is_on = |record: &LedgerRecord| {
             record.nsid == nsid
@@ -95,7 +95,7 @@ impl LedgerRecords {
             || self.leases.iter().any(is_on)
     }
 
-    /// Forgets the facts about a drive until its next lease records the present ones. Returns `false` if there were none.
+    /// Forgets the facts about a drive. The drive's next lease records its facts then. Returns `false` if there were none.
     pub(super) fn forget_facts(&mut self, drive: &str) -> bool {
         self.known.remove(drive).is_some()
     }
@@ -170,7 +170,7 @@ mod tests {
                 assert!(error.to_string().contains(told), "{error}");
             }
         }
-        // A namespace that no longer reports an identifier is compared by its other properties.
+        // A namespace that no longer reports its identifier is compared by its other properties.
         drop(lease(&ledger, "vm", &drive("nvme:a", ADDRESS, ""), (2000, 9)).unwrap());
         // The operator accepts the drive.
         assert!(ledger.accept_drive("nvme:a").unwrap());
@@ -193,7 +193,7 @@ mod tests {
         drop(held);
         let error = lease(&ledger, "vm", &other, (1000, 9)).unwrap_err();
         assert!(matches!(error, LeaseError::Exchanged(_)), "{error}");
-        // The known drive has failed, and the suggested command gives up the id's data on it.
+        // The known drive has failed. The command that the error suggests gives up the id's data on it.
         let folder = tempfile::tempdir().unwrap();
         let elsewhere = Ledger::open(folder.path());
         drop(lease(&elsewhere, "vm", &known, (1000, 9)).unwrap());
@@ -202,7 +202,7 @@ mod tests {
             .decide_data("vm", PreviousDataPolicy::Wiped)
             .unwrap();
         drop(lease(&elsewhere, "vm", &other, (1000, 9)).unwrap());
-        // Another id may use the new drive, and the known drive is recognized at any address.
+        // Another id may use the new drive. The known drive is recognized at any address.
         drop(lease(&ledger, "new", &other, (1000, 9)).unwrap());
         let moved = drive("nvme:a", "0000:02:00.0", "");
         drop(lease(&ledger, "vm", &moved, (1000, 9)).unwrap());

@@ -6,11 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::range::{BlockRange, ByteRange, ByteSize, RangeError};
 
-/// Maximum number of extents that a text lists one by one.
+/// Maximum number of extents that a message lists one by one.
 pub(super) const LISTED_MAX: usize = 3;
 
-/// Parts of a drive in the order of the lease's blocks. There is at least one part, and parts do not overlap. Parts
-/// that are consecutive on the drive and in the lease are joined.
+/// Extents of a lease: parts of a drive in the order of the lease's blocks. There is at least one part, and parts do not
+/// overlap. Parts that are consecutive on the drive and in the lease are joined.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Vec<ByteRange>", into = "Vec<ByteRange>")]
 pub struct LeaseExtents(Vec<ByteRange>);
@@ -46,7 +46,7 @@ impl LeaseExtents {
         &self.0
     }
 
-    /// Returns the part if there is exactly one.
+    /// Returns the part if there is exactly one; `None` if there are several.
     #[must_use]
     pub fn single(&self) -> Option<ByteRange> {
         match &self.0[..] {
@@ -58,7 +58,7 @@ impl LeaseExtents {
     /// Returns the total length in bytes.
     #[must_use]
     pub fn length(&self) -> u64 {
-        // The parts lie within a 64-bit address space and do not overlap, so the sum fits 64 bits.
+        // The parts lie in a 64-bit range and do not overlap, so the sum fits 64 bits.
         self.0.iter().map(ByteRange::length).sum()
     }
 
@@ -95,7 +95,7 @@ impl LeaseExtents {
         self.with_offsets().filter_map(part).collect()
     }
 
-    /// Returns the offset within the lease of the byte `byte` of the drive; `None` if the lease does not have it.
+    /// Returns the offset within the lease of the drive's byte `byte`; `None` if the lease does not have that byte.
     pub(super) fn offset_of(&self, byte: u64) -> Option<u64> {
         self.with_offsets().find_map(|(at, part)| {
             let within = (part.start()..part.end()).contains(&byte);
@@ -130,7 +130,7 @@ impl fmt::Display for LeaseExtents {
     }
 }
 
-/// Joins ranges of the list with their successors if they touch.
+/// Joins each range with the next range of the list if the two touch.
 pub(super) fn join_adjacent(ranges: &[ByteRange]) -> Vec<ByteRange> {
     let chunks = ranges.chunk_by(|one, next| one.end() == next.start());
     let joined = chunks.filter_map(|chunk| {

@@ -14,7 +14,7 @@ use nvme_mpt_memory::system::LockKind;
 
 use crate::range_lock::{self, ProcLockKind};
 
-/// Slot of a lease: a byte of the lock file.
+/// Slot of a lease: a byte of the lock file, which the lease's live holder has locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct LeaseSlot(pub(super) u64);
 
@@ -25,25 +25,26 @@ impl LeaseSlot {
     }
 }
 
-/// The live holder of a slot. Dropping it releases the slot.
+/// Live holder of a lease, by its lock on the lease's slot. Dropping it releases the slot.
 #[derive(Debug)]
 pub(super) struct LeaseSlotHolder {
-    // The lock belongs to this open file description, so each holder opens the file anew. Rust opens it with O_CLOEXEC, so
-    // a program that is started later does not keep a lease alive.
+    // The lock belongs to this open file description, so each holder opens the file for itself. Rust opens it with O_CLOEXEC,
+    // so a program that is started later does not keep a lease alive.
     file: File,
     slot: LeaseSlot,
 }
 
 impl LeaseSlotHolder {
-    /// Takes `slot` in a lock file that was opened for this holder alone. Returns `None` if the slot has another holder.
+    /// Locks `slot` (the byte of a lease) in a lock file that was opened for this holder alone. Returns `None` if another
+    /// holder has the slot.
     pub(super) fn take(file: File, slot: LeaseSlot) -> io::Result<Option<Self>> {
         let is_free = try_lock(&file, LockKind::Exclusive, slot.0, 1)?;
         Ok(is_free.then_some(Self { file, slot }))
     }
 
-    /// Releases the slot for another holder.
+    /// Releases the slot, so that another process can take over the lease.
     pub(super) fn release(&self) {
-        // A forked child may still have the description, so the lock is released explicitly.
+        // A forked child may still have the open file description, so closing it here would not release the lock.
         if let Err(error) = unlock(&self.file, self.slot.0, 1) {
             warn!("The lock of a lease's holder stays until its file is closed: {error}");
         }
@@ -56,7 +57,7 @@ impl Drop for LeaseSlotHolder {
     }
 }
 
-/// Finds the processes with locks in `range` of a file, for messages.
+/// Finds the processes with locks in `range` of a file, to name them in messages.
 pub(super) fn lock_users(
     file: &File,
     kind: ProcLockKind,
@@ -72,7 +73,7 @@ pub(super) fn lock_users(
     }
 }
 
-/// Access to a lock file that checks slots without taking them.
+/// Access to a lock file for checking which leases have a live holder. It takes no locks.
 #[derive(Debug)]
 pub(super) struct LeaseSlotProbe(Option<File>);
 
@@ -86,18 +87,18 @@ impl LeaseSlotProbe {
         }
     }
 
-    /// Returns whether the holder of `slot` is alive.
+    /// Returns whether the lease of `slot` has a live holder.
     pub(super) fn is_held(&self, slot: LeaseSlot) -> io::Result<bool> {
         self.is_locked(slot.0, 1)
     }
 
-    /// Returns whether `first` or a higher slot is held.
+    /// Returns whether a lease of the slot `first` or a higher slot has a live holder.
     pub(super) fn is_any_held_from(&self, first: LeaseSlot) -> io::Result<bool> {
         // A length of 0 means all bytes from the offset on.
         self.is_locked(first.0, 0)
     }
 
-    /// Finds the processes with locks on `first` or a higher slot.
+    /// Finds the processes that hold the leases of the slot `first` or of higher slots.
     pub(super) fn users_from(&self, first: LeaseSlot) -> range_lock::FileLockHolders {
         match &self.0 {
             Some(file) => lock_users(file, ProcLockKind::Range, &(first.0..u64::MAX)),
@@ -109,7 +110,7 @@ impl LeaseSlotProbe {
         let Some(file) = &self.0 else {
             return Ok(false);
         };
-        // A shared lock is excluded only by an exclusive one.
+        // A shared lock is excluded only by an exclusive lock, as holders have it.
         is_lock_excluded(file, LockKind::Shared, start, length)
     }
 }

@@ -7,7 +7,7 @@ use crate::backing_id::backing_extent::{self, BackingExtent};
 use crate::backing_id::nvme_names;
 use crate::range::ByteRange;
 
-/// UUID namespace from which all names of leases are derived (version 5, RFC 9562, section 5.5). It must never change,
+/// UUID namespace from which all names that guests see are derived (version 5, RFC 9562, section 5.5). It must never change,
 /// because guests identify their disks by these names.
 const NAME_SPACE: Uuid = Uuid::from_u128(0x6e76_6d65_2d6d_5074_a001_6c65_6173_6573);
 
@@ -15,8 +15,8 @@ const NAME_SPACE: Uuid = Uuid::from_u128(0x6e76_6d65_2d6d_5074_a001_6c65_6173_65
 const LOCALLY_ADMINISTERED: u8 = 0x02;
 /// In EUI-64, bit 0 of the first byte marks a group name (IEEE 802, "I/G").
 const GROUP: u8 = 0x01;
-/// Offset of an NGUID's company identifier, whose first byte has the same two bits as an EUI-64 (Base 2.0, section 4.5:
-/// bytes 8 to 10).
+/// Offset of the company identifier in an NGUID (Base 2.0, section 4.5: bytes 8 to 10). Its first byte has the same two bits as
+/// an EUI-64.
 const NGUID_COMPANY_ID: usize = 8;
 
 /// Names of a lease, by which its guest identifies the disk. They depend on the id, the range and the drive, so that equal
@@ -51,8 +51,8 @@ impl LeaseIdentity {
 
     /// Derives the names of the lease `id` from the text `at`, which says where the lease is.
     fn derive_from(nsid: u32, id: &str, at: &str) -> Self {
-        // Each name has its own purpose text, so that no name can be computed from another one. The drive's name comes
-        // last, because only that text may contain any character.
+        // Each name is derived with a text for its purpose, so that no name can be computed from another name. The drive's name
+        // comes last, because only that text may contain any character.
         let name = |purpose: &str| {
             let name = format!("{purpose}\n{nsid}\n{id}\n{at}");
             Uuid::new_v5(&NAME_SPACE, name.as_bytes())
@@ -61,7 +61,7 @@ impl LeaseIdentity {
         let mut nguid = name("nguid").into_bytes();
         nguid[NGUID_COMPANY_ID] = (nguid[NGUID_COMPANY_ID] | LOCALLY_ADMINISTERED) & !GROUP;
 
-        // Bytes 0 to 5 and 10 to 15 of a UUID have no version and variant bits.
+        // These bytes of a UUID (0 to 5 and 10 to 15) have no version and variant bits.
         let hash = name("eui64").into_bytes();
         let mut eui64 = [0; 8];
         eui64[..6].copy_from_slice(&hash[..6]);
@@ -89,7 +89,7 @@ pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
     format!("nvme-{:08x}", hash >> 96)
 }
 
-/// Returns the text from which the names for a range are derived. It is the same for all paths to the same bytes.
+/// Returns the text from which the names for a range are derived. All paths to the range's bytes give the same text.
 fn range_key(drive: &str, range: ByteRange) -> String {
     let (start, length) = (range.start(), range.length());
     match &backing_extent::range_extents(drive, range)[..] {
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn names_are_stable() {
-        // Guests identify their file systems by these values, so they must never change.
+        // Guests identify their file systems by these names, so they must never change.
         let identity = LeaseIdentity::derive("file:/drive", Nsid(1), range("64G+64G"), "vm-1");
         assert_eq!(
             identity,
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn names_by_size_are_stable_and_differ_from_names_of_ranges() {
-        // Like those in `names_are_stable`, these values must never change.
+        // Like the names in `names_are_stable`, these names must never change.
         let identity = LeaseIdentity::derive_by_size("file:/drive", Nsid(1), "vm-1");
         assert_eq!(identity.serial, "MPT88301FB4615951598");
         assert_eq!(

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::range::ByteSize;
 
-/// Facts about a drive at the time of its last lease.
+/// Facts about a drive that the ledger recorded at its last lease.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct KnownDrive {
@@ -15,7 +15,7 @@ pub(super) struct KnownDrive {
     pub(super) namespaces: BTreeMap<u32, KnownNamespace>,
 }
 
-/// Facts about a namespace at the time of its last lease.
+/// Facts about a namespace that the ledger recorded at its last lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct KnownNamespace {
@@ -31,7 +31,8 @@ impl KnownNamespace {
         ByteSize(self.blocks.saturating_mul(1 << self.lba_shift))
     }
 
-    /// Describes a difference from the present facts that may mean that the content has changed; `None` if there is none.
+    /// Describes a difference between these facts and the present facts `now` that may mean other content; `None` if there is
+    /// none.
     pub(super) fn describe_change(&self, now: &Self) -> Option<String> {
         if !self.id.is_empty() && !now.id.is_empty() && self.id != now.id {
             return Some(format!("has the id {}, and had {}", now.id, self.id));
@@ -45,5 +46,5 @@ impl KnownNamespace {
     }
 }
 
-/// Drives with leases or data, by their names.
+/// Recorded facts about drives on which an id has a lease or data, by the drives' names.
 pub(super) type KnownDrives = BTreeMap<String, KnownDrive>;

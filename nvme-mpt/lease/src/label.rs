@@ -12,17 +12,17 @@ use uuid::{Builder, Uuid};
 
 use crate::backing_id::{DriveIdentity, DriveIdentityRef, backing_extent};
 
-/// Size in bytes of the label's area at the end of a drive.
+/// Size in bytes of the area at the end of a drive that is reserved for the label.
 const AREA_BYTES: u64 = 1 << 20;
 
 /// Size of a label in bytes, a multiple of every logical block size.
 pub const LABEL_BYTES: usize = 4096;
 
-/// First line of a label; the last line follows.
+/// First line and last line of a label.
 const FIRST_LINE: &str = "nvme-mpt drive label 1";
 const LAST_LINE: &str = "end";
 
-/// Maximum number of characters of a name.
+/// Maximum number of characters of a label's name.
 const NAME_MAX: usize = 64;
 
 /// Name of a drive, chosen by the operator.
@@ -84,7 +84,7 @@ impl DriveLabel {
         let name = lines.next()?.strip_prefix("name ")?.parse().ok()?;
         let uuid = lines.next()?.strip_prefix("uuid ")?.parse().ok()?;
         let label = Self { name, uuid };
-        // A UUID has several spellings, and only the one that `to_block` writes is accepted.
+        // A UUID has several spellings. Only the one that `to_block` writes is accepted.
         (label.to_block() == block).then_some(label)
     }
 
@@ -98,7 +98,7 @@ impl DriveLabel {
         block
     }
 
-    /// Returns the base of the drive's name in the ledger.
+    /// Returns the name that the ledger uses for the base of a drive with this label.
     #[must_use]
     pub fn base(&self) -> String {
         backing_extent::base_name(

@@ -9,16 +9,16 @@ use super::extents::{LISTED_MAX, LeaseExtents};
 use super::ledger_store::LedgerRecord;
 use crate::range::ByteRange;
 
-/// State of a lease, by what its holder does.
+/// State of a lease, as its holder leaves it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LeaseHolderState {
-    /// The holder is alive.
+    /// The lease's holder is alive.
     Held,
-    /// The holder no longer needs the lease, but some of the lease's commands are still in flight. The lease is removed from
-    /// the ledger after the last command has ended.
+    /// The holder no longer needs the lease, but some of its commands are still in flight. The lease is removed from the ledger
+    /// after the last of these commands has ended.
     Ending,
-    /// The holder died without returning the lease.
+    /// The holder died without returning the lease to the ledger.
     Stale,
 }
 
@@ -43,12 +43,12 @@ pub struct LeaseEntry {
     pub nsid: u32,
     /// Extents of the namespace, in the lease's order.
     pub extents: LeaseExtents,
-    /// The extent, if there is exactly one.
+    /// The only extent; `None` if there are several.
     #[serde(default)]
     pub range: Option<ByteRange>,
     /// The process that holds or held the lease.
     pub pid: u32,
-    /// User id of the owner of the lease.
+    /// User id of the owner of the lease; `None` if it has no owner.
     #[serde(default)]
     pub owner: Option<u32>,
     /// State of the lease.
@@ -88,7 +88,7 @@ impl LeaseEntry {
                 (true, true) => LeaseHolderState::Ending,
                 (false, _) => LeaseHolderState::Stale,
             },
-            // A stale lease has no reserved pairs, because they ended with its process.
+            // A stale lease has no reserved queue pairs, because their reservation ended with its process.
             reserved_pairs: if held { reserved_pairs } else { 0 },
         }
     }

@@ -8,7 +8,7 @@ use crate::backing_id::backing_extent::{self, DriveByteRange};
 use crate::backing_id::nvme_names;
 use crate::range::ByteRange;
 
-/// Namespace of a drive, and the id that leases parts of it.
+/// Namespace of a drive, and the id that requests bytes of it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LeaseTarget<'a> {
     pub(super) id: &'a str,
@@ -19,7 +19,7 @@ pub(super) struct LeaseTarget<'a> {
 }
 
 impl<'a> LeaseTarget<'a> {
-    /// Returns `range` of this namespace as a candidate for the id. `at` is its offset within a lease by size.
+    /// Returns `range` of this namespace as a range that the id requests. `at` is the range's offset within a lease by size.
     pub(super) fn candidate(&self, range: ByteRange, at: Option<u64>) -> RangeCandidate<'a> {
         RangeCandidate {
             id: self.id,
@@ -30,13 +30,13 @@ impl<'a> LeaseTarget<'a> {
         }
     }
 
-    /// Returns the whole namespace as a candidate for the id; `None` if the namespace has no blocks.
+    /// Returns the whole namespace as a range that the id requests; `None` if the namespace has no blocks.
     pub(super) fn whole_candidate(&self) -> Option<RangeCandidate<'a>> {
         let range = ByteRange::new(0, self.capacity).ok()?;
         Some(self.candidate(range, None))
     }
 
-    /// Returns the bytes of this namespace that a recorded lease has, or may have.
+    /// Returns the bytes of this namespace that a recorded lease may share with it.
     pub(super) fn shared_ranges(&self, record: &LedgerRecord) -> Vec<ByteRange> {
         let (theirs, their_nsid) = nvme_names::as_block_device(&record.drive, record.nsid);
         let (ours, our_nsid) = nvme_names::as_block_device(self.drive, self.nsid.0);
@@ -52,7 +52,7 @@ impl<'a> LeaseTarget<'a> {
         }
     }
 
-    /// Returns the ledger's entries of owners in this namespace.
+    /// Returns the ledger's entries of owners whose bytes are in this namespace.
     pub(super) fn find_owners<'t>(&self, tenants: &'t [RangeOwner]) -> Vec<LocatedRangeOwner<'t>> {
         let all = self.whole_candidate();
         all.map_or_else(Vec::new, |all| range_owners::find_owners(tenants, &all))

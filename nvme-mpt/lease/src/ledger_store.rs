@@ -42,27 +42,27 @@ use super::range_owners::{self, RangeCandidate, RangeOwner};
 use super::uncorrectable::UncorrectableBytes;
 use crate::range_lock::{FileLockHolders as LockHolders, ProcLockKind, describe_holders};
 
-/// For each base, the drive name from which the names that guests see are derived.
+/// Drive name from which the names that guests see are derived, for each base (disk or file).
 pub(super) type GuestNameSources = BTreeMap<String, String>;
 
-/// For each base, the other identities that its bytes had at the last lease.
+/// Other names that each base (disk or file) had at its last lease.
 pub(super) type OtherNames = BTreeMap<String, BTreeSet<String>>;
 
 const LEDGER_FILE: &str = "leases.json";
 const LOCK_FILE: &str = "leases.lock";
 const HOLDERS_FILE: &str = "holders.lock";
 
-/// First byte of the lock file while the ledger may not be durable yet.
+/// First byte of the lock file from before the ledger is replaced until the new ledger is durable.
 const REPLACING: u8 = 1;
 
-/// First byte of the lock file once the ledger is durable.
+/// First byte of the lock file when the ledger is durable.
 const DURABLE: u8 = 0;
 
 /// Version of the ledger's format.
 const VERSION: u32 = 1;
 
-/// Timeout of waiting for another process that changes the ledger. A change takes milliseconds, so a longer wait means
-/// that the process is stopped or stuck.
+/// Time for which a process waits while another process changes the ledger. A change takes milliseconds, so a longer wait means
+/// that the other process is stopped or stuck.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Pause between two attempts to lock the ledger.
@@ -71,17 +71,17 @@ const LOCK_PAUSE: Duration = Duration::from_millis(2);
 /// Error of the ledger's file, or of a file beside it.
 #[derive(Debug, Error)]
 pub enum LedgerStoreError {
-    /// The directory or a file in it is not private.
+    /// The state directory or a file in it is accessible to other users.
     #[error(transparent)]
     Private(#[from] PrivateFileError),
     /// A step of reading or changing the ledger failed.
     #[error("Cannot {action} {}{}", path.display(), remedy(source))]
     Io {
-        /// Action that failed.
+        /// Action that failed, in words for the message.
         action: &'static str,
         /// The file.
         path: PathBuf,
-        /// Cause.
+        /// Error of the kernel.
         source: io::Error,
     },
     /// Another process holds the ledger's lock and does not finish.
@@ -91,9 +91,9 @@ pub enum LedgerStoreError {
         LOCK_TIMEOUT.as_secs()
     )]
     Locked {
-        /// The lock file.
+        /// Path of the lock file.
         path: PathBuf,
-        /// The visible processes that hold the lock.
+        /// Description of the processes that hold the lock, as far as they are visible.
         holders: String,
     },
     /// The ledger's content is invalid.
@@ -105,7 +105,7 @@ pub enum LedgerStoreError {
     Damaged {
         /// The ledger's file.
         path: PathBuf,
-        /// Cause.
+        /// Error of parsing the file.
         source: serde_json::Error,
     },
     /// The ledger was written by another version.
@@ -119,7 +119,7 @@ pub enum LedgerStoreError {
         /// The format version in the file.
         found: u64,
     },
-    /// A change for several leases failed.
+    /// A change that was made for several leases together failed.
     #[error(transparent)]
     Together(Arc<LedgerStoreError>),
     /// A live process holds the slot of a lease that the ledger does not list.
@@ -132,9 +132,9 @@ pub enum LedgerStoreError {
     Lost {
         /// The ledger's file.
         path: PathBuf,
-        /// The file with the holders' locks.
+        /// Path of the file with the locks of leases' holders.
         holders: PathBuf,
-        /// The visible processes that hold locks there.
+        /// Description of the processes that hold locks there, as far as they are visible.
         users: String,
     },
 }
@@ -153,7 +153,7 @@ fn remedy(error: &io::Error) -> &'static str {
     }
 }
 
-/// A lease in the ledger.
+/// Lease as recorded in the ledger.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct LedgerRecord {
@@ -165,7 +165,8 @@ pub(super) struct LedgerRecord {
     /// Unit size of a lease by size in bytes; `None` if the lease has a fixed range.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) unit: Option<u64>,
-    /// Process that holds the lease, for display only. [`super::holder`] decides whether it is alive.
+    /// Process that holds the lease, for messages only. The lock on the lease's slot ([`super::holder`]) shows whether it is
+    /// alive.
     pub(super) pid: u32,
     pub(super) slot: u64,
     /// True if the holder no longer needs the lease, but some of the lease's commands are still in flight.
@@ -185,7 +186,7 @@ fn is_zero(number: &u16) -> bool {
 }
 
 impl LedgerRecord {
-    /// Returns the lease's extents as candidates for its id.
+    /// Returns the lease's extents as ranges that its id requests.
     pub(super) fn candidates(&self) -> impl Iterator<Item = RangeCandidate<'_>> {
         self.extents
             .with_offsets()
@@ -204,30 +205,30 @@ impl LedgerRecord {
 #[serde(deny_unknown_fields)]
 pub(super) struct LedgerRecords {
     version: u32,
-    /// The next slot to assign. Slots are not reused, so the same slot always means the same lease. A lease that is
-    /// taken over keeps its slot.
+    /// Slot that the next lease gets. Slots are not reused, so a slot always means the same lease. A lease that is taken over
+    /// keeps its slot.
     pub(super) next_slot: u64,
     pub(super) leases: Vec<LedgerRecord>,
-    /// Previous owners of ranges.
+    /// Owner of each range in which an id has data, with or without a lease.
     #[serde(default)]
     pub(super) tenants: Vec<RangeOwner>,
-    /// Terms of ids.
+    /// Settings (owner and limits) of ids.
     #[serde(default, skip_serializing_if = "LeaseSettingsById::is_empty")]
     pub(super) terms: LeaseSettingsById,
     /// Drive names from which the names that guests see are derived.
     #[serde(default, skip_serializing_if = "GuestNameSources::is_empty")]
     pub(super) namings: GuestNameSources,
     /// Bases with lasting names that may be known drives under another name. The operator has decided about some of their
-    /// ranges only.
+    /// ranges, but not about all.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub(super) partly_known: BTreeSet<String>,
-    /// For bases with data, their other lasting names; for bases that are labels, the devices below the label.
+    /// Other lasting names of each base with data. For a base that is a label, these are the devices that have the label.
     #[serde(default, skip_serializing_if = "OtherNames::is_empty")]
     pub(super) other_names: OtherNames,
-    /// Facts about physical drives with leases or data.
+    /// Facts about physical drives on which an id has a lease or data.
     #[serde(default, skip_serializing_if = "KnownDrives::is_empty")]
     pub(super) known: KnownDrives,
-    /// Blocks that guests made unreadable.
+    /// Bytes that guests made unreadable by Write Uncorrectable.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) uncorrectable: Vec<UncorrectableBytes>,
 }
@@ -254,14 +255,14 @@ impl LedgerRecords {
         self.leases.iter().find(|record| record.slot == slot.0)
     }
 
-    /// Marks the lease of `slot` as ending. Returns `false` if it already is, or if there is no such lease.
+    /// Marks the lease of `slot` as ending. Returns `false` if it is already marked, or if there is no such lease.
     pub(super) fn mark_ending(&mut self, slot: LeaseSlot) -> bool {
         self.find_mut(slot)
             .is_some_and(|record| !std::mem::replace(&mut record.ending, true))
     }
 
-    /// Records the number of reserved queue pairs of the lease of `slot`. Returns `false` if it is unchanged, or if
-    /// there is no such lease.
+    /// Records the number of queue pairs that are reserved for the lease of `slot`. Returns `false` if the number is unchanged,
+    /// or if there is no such lease.
     pub(super) fn note_reserved(&mut self, slot: LeaseSlot, pairs: u16) -> bool {
         self.find_mut(slot)
             .is_some_and(|record| std::mem::replace(&mut record.reserved_pairs, pairs) != pairs)
@@ -288,7 +289,7 @@ impl LedgerRecords {
         self.leases.iter_mut().find(|record| record.slot == slot.0)
     }
 
-    /// Removes the lease of `slot`; returns `false` if there is none.
+    /// Removes the lease of `slot`. Returns `false` if there is none.
     pub(super) fn remove(&mut self, slot: LeaseSlot) -> bool {
         let before = self.leases.len();
         self.leases.retain(|record| record.slot != slot.0);
@@ -296,7 +297,7 @@ impl LedgerRecords {
     }
 
     fn parse(path: &Path, text: &[u8]) -> Result<Self, LedgerStoreError> {
-        /// Version of a ledger file. It is parsed first, because the format of the rest depends on it.
+        /// Version of a ledger file. It is parsed first, because the format of everything else in the file depends on it.
         #[derive(Deserialize)]
         struct LedgerVersionHeader {
             version: u64,
@@ -359,13 +360,13 @@ const fn reached(_: LedgerWriteStep) -> io::Result<()> {
     Ok(())
 }
 
-/// The state directory with the ledger.
+/// State directory that contains the ledger.
 #[derive(Debug)]
 pub(super) struct LedgerDirectory {
     path: PathBuf,
 }
 
-/// Exclusive lock for changing the ledger, held until dropped.
+/// Exclusive lock that a process takes to change the ledger. Dropping it unlocks the ledger.
 #[derive(Debug)]
 pub(super) struct LedgerWriteLock<'folder> {
     dir: &'folder LedgerDirectory,
@@ -390,7 +391,8 @@ pub fn make_state_dir(path: &Path) -> Result<(), PrivateFileError> {
         CONTROL_SOCKET,
         SERVER_SOCKETS,
     ];
-    // Temporary files of sockets and files have longer names, some with a leading dot. A crash may leave them behind.
+    // Temporary files of sockets and other files have one of these prefixes, some with a leading dot. A crash may leave such
+    // files behind.
     let hidden = [".vfio-user.", ".nvme-mpt."];
     make_private_dir(path, |name| {
         let shown = name.strip_prefix('.').unwrap_or(name);
@@ -451,7 +453,7 @@ impl LedgerDirectory {
         })
     }
 
-    /// Returns whether the holder of `slot` is alive.
+    /// Returns whether the lease of `slot` has a live holder.
     pub(super) fn is_held(
         &self,
         holders: &LeaseSlotProbe,
@@ -476,7 +478,7 @@ impl LedgerDirectory {
         self.lock_until(&Deadline::after(&SystemClock::shared(), LOCK_TIMEOUT))
     }
 
-    /// Like [`Self::lock`], with a deadline.
+    /// Takes the lock as [`Self::lock`] does, but waits until `deadline`.
     fn lock_until(&self, deadline: &Deadline) -> Result<LedgerWriteLock<'_>, LedgerStoreError> {
         make_state_dir(&self.path)?;
         let path = self.path.join(LOCK_FILE);
@@ -503,7 +505,7 @@ impl LedgerDirectory {
                         describe_holders(&lock_users(&lock, ProcLockKind::Whole, &(0..u64::MAX)));
                     return Err(LedgerStoreError::Locked { path, holders });
                 }
-                // Polled, because a blocking lock request has no timeout.
+                // The lock is polled, because a blocking request for it has no timeout.
                 Err(TryLockError::WouldBlock) => deadline.sleep(LOCK_PAUSE),
             }
         }
@@ -511,7 +513,7 @@ impl LedgerDirectory {
 }
 
 impl LedgerWriteLock<'_> {
-    /// Takes the next free slot of `records` for a holder in this process.
+    /// Assigns the next slot of `records` to a new lease, and locks it for a holder in this process.
     pub(super) fn take_slot(
         &self,
         records: &mut LedgerRecords,
@@ -523,8 +525,8 @@ impl LedgerWriteLock<'_> {
             holders: path.clone(),
             users: describe_holders(users),
         };
-        // Unassigned slots have no holder, unless the ledger that assigned them was lost. Then there are live leases
-        // that the ledger does not protect.
+        // An unassigned slot can have a holder only if the ledger that assigned it was lost. Then there are live leases that
+        // the present ledger does not protect.
         let holders = self.dir.open_holders()?;
         if holders
             .is_any_held_from(slot)
@@ -539,10 +541,10 @@ impl LedgerWriteLock<'_> {
         Ok((slot, holder))
     }
 
-    /// Takes the slot of a stale lease.
+    /// Locks the slot of a stale lease, whose holder died, for a holder in this process.
     pub(super) fn take_over(&self, slot: LeaseSlot) -> Result<LeaseSlotHolder, LedgerStoreError> {
         let path = self.dir.holders_path();
-        // Slots are only taken under the ledger's lock, which this process holds.
+        // Only the process with the ledger's lock takes slots, so no other process has taken this one.
         self.try_hold(slot)?.ok_or_else(|| LedgerStoreError::Io {
             action: "take over a lease in",
             path,
@@ -550,7 +552,8 @@ impl LedgerWriteLock<'_> {
         })
     }
 
-    /// Takes a slot; `None` if it is held.
+    /// Locks the slot of a lease in the file of holders, so that the lease has a live holder. Returns `None` if another holder
+    /// has the lock.
     fn try_hold(&self, slot: LeaseSlot) -> Result<Option<LeaseSlotHolder>, LedgerStoreError> {
         let path = self.dir.holders_path();
         let mut options = OpenOptions::new();
@@ -563,7 +566,7 @@ impl LedgerWriteLock<'_> {
         })
     }
 
-    /// Replaces the ledger by `records`.
+    /// Replaces the ledger's file by one with `records`.
     pub(super) fn write(&self, records: &LedgerRecords) -> Result<(), LedgerStoreError> {
         let ledger = self.dir.ledger_path();
         let temporary = self.dir.path.join("leases.json.new");
@@ -589,7 +592,8 @@ impl LedgerWriteLock<'_> {
             .map_err(failed("replace the ledger", &ledger))
     }
 
-    /// Renames the new ledger into place. A crash before the rename leaves the old ledger; after it, the new one.
+    /// Renames the temporary file to `ledger`, and makes the rename durable. A crash before the rename leaves the old ledger,
+    /// and a later crash the new one.
     fn rename_synced(&self, temporary: &Path, ledger: &Path) -> io::Result<()> {
         self.lock.write_all_at(&[REPLACING], 0)?;
         files::rename(temporary, ledger)?;
@@ -597,7 +601,7 @@ impl LedgerWriteLock<'_> {
         self.sync_dir()
     }
 
-    /// Makes the ledger's name durable.
+    /// Makes the names in the directory durable, so that a crash of the machine does not revert a rename.
     fn sync_dir(&self) -> io::Result<()> {
         File::open(&self.dir.path)?.sync_all()?;
         reached(LedgerWriteStep::DirSynced)?;
@@ -607,7 +611,7 @@ impl LedgerWriteLock<'_> {
     }
 
     /// Makes the ledger durable if the process that replaced it died before it did so. Otherwise a crash of the machine could
-    /// revert the ledger, but not what was decided by it.
+    /// revert the ledger, after processes have acted on its new content.
     fn finish_replacement(&self) -> Result<(), LedgerStoreError> {
         let mut state = [DURABLE];
         let settled = match self.lock.read_at(&mut state, 0) {
@@ -621,7 +625,7 @@ impl LedgerWriteLock<'_> {
         })
     }
 
-    /// Makes the names of the directory and its ancestors durable, as far as permissions and file systems allow.
+    /// Makes the names of the directory and its ancestors durable, as far as permissions and file systems allow that.
     fn sync_ancestors(&self) -> io::Result<()> {
         let path = std::path::absolute(&self.dir.path)?;
         for folder in path.ancestors().skip(1) {
@@ -631,7 +635,7 @@ impl LedgerWriteLock<'_> {
     }
 }
 
-/// Writes and syncs a file that is then renamed. Without the sync, the rename could reach the disk before the content.
+/// Writes and syncs a file that the caller then renames. Without the sync, the rename could reach the disk before the content.
 fn write_synced(mut file: File, text: &[u8]) -> io::Result<()> {
     reached(LedgerWriteStep::Created)?;
     file.write_all(text)?;
@@ -643,7 +647,7 @@ fn write_synced(mut file: File, text: &[u8]) -> io::Result<()> {
 
 #[cfg(test)]
 thread_local! {
-    /// Step after which the next change of the ledger on this thread fails, as if the machine had crashed.
+    /// Step of a change at which the next change of the ledger on this thread fails, as if the machine had crashed.
     static CRASH_AFTER: std::cell::Cell<Option<LedgerWriteStep>> = const { std::cell::Cell::new(None) };
 }
 
@@ -717,12 +721,12 @@ mod tests {
         let folder = LedgerDirectory::new(dir.path());
         CRASH_AFTER.set(Some(LedgerWriteStep::Renamed));
         folder.lock().unwrap().write(&records(&["a"])).unwrap_err();
-        // The crash is injected after the sync of the directory, and taking the lock must get that far.
+        // The crash is simulated after the sync of the directory, so taking the lock must get that far.
         CRASH_AFTER.set(Some(LedgerWriteStep::DirSynced));
         let error = folder.lock().unwrap_err();
         assert!(error.to_string().contains("left when it died"), "{error}");
         assert_eq!(CRASH_AFTER.get(), None);
-        // Without the crash, the sync completes. It is not repeated.
+        // Without a crash, the sync completes, and the next lock does not repeat it.
         drop(folder.lock().unwrap());
         CRASH_AFTER.set(Some(LedgerWriteStep::DirSynced));
         drop(folder.lock().unwrap());
@@ -858,7 +862,7 @@ mod tests {
         let (slot, holder) = folder.lock().unwrap().take_slot(&mut ledger).unwrap();
         assert_eq!((slot, ledger.next_slot), (LeaseSlot(0), 1));
 
-        // A new ledger starts at slot 0 again, which is still held.
+        // A new ledger starts at slot 0 again, but the holder of slot 0 is still alive.
         let error = folder
             .lock()
             .unwrap()

@@ -12,7 +12,7 @@
 //! * `allocation`: the choice among free extents.
 //! * `ledger_store`: the ledger's file, with crash-safe updates.
 //! * `pending_returns`: batching of leases that are returned at the same time.
-//! * `memory_file`: the ledger of private drives in a memory file, for the successor process.
+//! * `memory_file`: the ledger of drives that exist only in this process, in a memory file for the successor process.
 //! * `holder`: liveness of the process that holds a lease.
 //! * `range_owners`: the id that last held each range, and the decision about its data.
 //! * `uncorrectable`: blocks that Write Uncorrectable made unreadable.

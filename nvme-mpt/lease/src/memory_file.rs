@@ -12,19 +12,19 @@ use serde::{Deserialize, Serialize};
 
 use super::ledger_store::{LedgerRecords, LedgerStoreError};
 
-/// Offsets of the two parts of the file for records. One part has the valid records, and the next change writes to the
-/// other part.
+/// Offsets of the two parts of the file that can store the records. One part has the valid records, and the next change writes
+/// to the other part.
 const RECORD_OFFSETS: [u64; 2] = [4096, 4096 + BYTES_MAX as u64];
 
-/// Maximum number of bytes of the records with their length word. A lease takes some hundred bytes.
+/// Size in bytes of a part: the maximum for the records with their length word. A lease takes some hundred bytes.
 const BYTES_MAX: usize = 16 << 20;
 
-/// Memory file that outlives the process.
+/// Memory file with a ledger's records, which outlives the process.
 #[derive(Debug)]
 pub(super) struct LedgerMemoryFile {
     file: File,
     next: usize,
-    /// True if the successor process has the file.
+    /// True if the successor process has the file. Then this process must not write to it.
     is_handed_over: bool,
 }
 
@@ -36,7 +36,7 @@ struct LedgerMemoryContent<R> {
 }
 
 impl LedgerMemoryFile {
-    /// Opens a file. Returns the salt and the records of the predecessor; `None` for a new file.
+    /// Opens a file. Returns the salt (see `LedgerStorage`) and the records that the predecessor stored; `None` for a new file.
     pub(super) fn open(file: File) -> io::Result<(Self, Option<(u64, LedgerRecords)>)> {
         if file.metadata()?.len() < 8 {
             return Ok((Self::with_next(file, 0), None));
@@ -61,12 +61,12 @@ impl LedgerMemoryFile {
         }
     }
 
-    /// Hands the file over to the successor, so that later changes are not written.
+    /// Hands the file over to the successor. Later changes by this process are not written to it.
     pub(super) fn hand_over(&mut self) {
         self.is_handed_over = true;
     }
 
-    /// Replaces the stored records.
+    /// Replaces the stored records and the salt. Does nothing after the file was handed over.
     pub(super) fn store(
         &mut self,
         salt: u64,
@@ -125,13 +125,13 @@ mod tests {
             let (_, found) = LedgerMemoryFile::open(share()).expect("kept");
             assert_eq!(found, Some((7, records(slot))));
         }
-        // The process ends before the last word of a change is stored.
+        // The process ends before it stores the word that switches to the new records.
         let place = RECORD_OFFSETS[kept.next];
         file.write_all_at(b"\xFF\xFF\xFF{\"", place)
             .expect("written");
         let (_, found) = LedgerMemoryFile::open(share()).expect("kept");
         assert_eq!(found, Some((7, records(3))));
-        // The contents of a file are untrusted.
+        // The content of the file is untrusted.
         file.write_all_at(&5_u64.to_ne_bytes(), 0).expect("written");
         assert!(LedgerMemoryFile::open(share()).is_err());
     }

@@ -19,7 +19,7 @@ use crate::backing_id::nvme_names;
 use crate::label::DriveLabel;
 use crate::range::{ByteRange, ByteSize};
 
-/// Known drive that may be the requested drive under another name, and the ids with data on the known drive.
+/// Known drive that may be the requested drive under another name, and the ids that have data on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct EarlierDrive {
     pub(super) name: String,
@@ -27,20 +27,21 @@ pub(super) struct EarlierDrive {
     pub(super) likeness: DriveMatchReason,
 }
 
-/// Lease by size that the id had, and whose data it still has.
+/// Lease by size that an id had before, and whose data the id still has.
 #[derive(Clone, Debug)]
 pub(super) struct PreviousLeaseBySize {
     pub(super) extents: LeaseExtents,
-    /// Largest power of two of which the starts and lengths of all its extents are multiples.
+    /// Unit size with which the lease can be requested: the largest power of two of which the starts and lengths of all its
+    /// extents are multiples.
     pub(super) unit: ByteSize,
 }
 
-/// A granted lease.
+/// Lease that a request gets, before it is entered in the ledger.
 pub(super) struct AdmittedLease {
-    /// Slot of the stale lease to take over.
+    /// Slot of the stale lease that the request takes over; `None` for a new lease.
     pub(super) taken_over: Option<LeaseSlot>,
     pub(super) extents: LeaseExtents,
-    /// Extents at the start of the lease, which the id already has.
+    /// Extents at the start of the lease in which the id already has data.
     pub(super) previous: Option<PreviousExtents>,
 }
 
@@ -48,7 +49,7 @@ pub(super) struct AdmittedLease {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct PreviousExtents {
     pub(super) extents: LeaseExtents,
-    /// True if the id leased the extents as a fixed range, not by size.
+    /// True if the id leased the extents as a fixed range; false if it leased them by size.
     pub(super) is_fixed_range: bool,
 }
 
@@ -63,12 +64,12 @@ pub(super) enum LeaseRefusal {
     Earlier(EarlierDrive),
     /// The namespace may have other content than at its last lease.
     Changed(String),
-    /// The id has data on another drive, which was at this address before.
+    /// The id has data on another drive, which was at the PCI address where the requested drive is now.
     Exchanged {
         before: String,
         address: String,
     },
-    /// The drive's name is only valid until the next boot.
+    /// The drive's name is valid only until the next boot, so a lease by size could not be found again.
     NoPersistentName,
     /// The id has data that cannot become part of a lease by size.
     PreviousData(Vec<ByteRange>, PreviousExtentsMismatch),
@@ -78,25 +79,25 @@ pub(super) enum LeaseRefusal {
         free: u64,
         largest: u64,
         need: UnitDemand,
-        /// True if the capacity would suffice with smaller units.
+        /// True if the free capacity would suffice for a lease with smaller units.
         smaller: bool,
     },
-    /// The lease is not in the ledger.
+    /// The lease is no longer in the ledger.
     Gone,
     Store(LedgerStoreError),
 }
 
-/// Reason why a lease by size cannot reuse the data of its id.
+/// Reason for which a lease by size cannot reuse the data of its id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PreviousExtentsMismatch {
-    /// Parts of the id's previous lease by size are missing.
+    /// Parts of the id's previous lease by size belong to other ids now.
     MissingParts,
     /// The fixed ranges that the id leased are not contiguous.
     NotContiguous,
-    /// The start or end of an extent is not a multiple of `unit`. `fits` is the largest unit of which all are multiples; `None`
-    /// if that is smaller than the smallest allowed unit.
+    /// An extent does not start or end at a multiple of `unit` bytes. `fits` is the largest unit size that all extents have;
+    /// `None` if it is below the minimum unit size.
     Unit { unit: u64, fits: Option<u64> },
-    /// The id has several extents, but the lease must be one.
+    /// The id has data in several extents, but requests a lease of one extent.
     NotOneExtent,
 }
 
@@ -155,8 +156,8 @@ impl LeaseRefusal {
                             folder
                         )
                     ),
-                    // The command gets a physical drive's name instead of a path, because only the drive's server can find
-                    // out the name.
+                    // The message names a physical drive instead of a path, because only the drive's server can find out its
+                    // name.
                     None if nvme_names::is_nvme_name(&drive) => format!(
                         "run {}",
                         format_command(&format!("leases carry-over '{name}' '{drive}'"), folder)
@@ -282,7 +283,7 @@ impl fmt::Display for PreviousExtentsMismatch {
     }
 }
 
-/// Formats a command of this program, for messages.
+/// Formats a command of this program with its options, for messages.
 fn format_command(words: &str, folder: &Path) -> String {
     match folder.as_os_str().is_empty() {
         true => format!("`nvme-mpt {words}`"),

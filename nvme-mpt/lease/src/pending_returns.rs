@@ -10,14 +10,15 @@ use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use super::holder::LeaseSlot;
 use super::ledger_store::LedgerStoreError;
 
-/// Result of the change that removed a lease, shared with the thread that returns the lease.
+/// Result of the ledger change that removed a lease. The thread that made the change passes it to the thread that returns the
+/// lease.
 type LeaseReturnResult = Arc<OnceLock<Result<(), Arc<LedgerStoreError>>>>;
 
-/// Leases that are being returned.
+/// Leases that threads are returning to the ledger.
 #[derive(Debug, Default)]
 pub(super) struct PendingLeaseReturns {
     waiting: Mutex<Vec<(LeaseSlot, LeaseReturnResult)>>,
-    /// Held by the thread that changes the ledger, for itself and for all waiting threads.
+    /// Lock of the thread that changes the ledger. It does so for itself and for all waiting threads.
     change_lock: Mutex<()>,
 }
 
@@ -43,13 +44,13 @@ impl PendingLeaseReturns {
             .iter()
             .any(|(_, other)| Arc::ptr_eq(other, &outcome))
         {
-            // Another thread took this entry from the list and panicked.
+            // The thread that took this entry from the list has panicked, so this thread removes the lease itself.
             waiting.push((slot, outcome));
         }
         let slots: Vec<_> = waiting.iter().map(|(slot, _)| *slot).collect();
         let result = change(&slots).map_err(Arc::new);
         for (_, outcome) in waiting {
-            // Only this thread sets the outcome.
+            // Only the thread that changed the ledger sets the outcome.
             let _ = outcome.set(result.clone());
         }
         result.map_err(LedgerStoreError::Together)

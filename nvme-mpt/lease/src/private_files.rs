@@ -13,7 +13,7 @@ use thiserror::Error;
 
 const DIR_MODE: u32 = 0o700;
 const FILE_MODE: u32 = 0o600;
-/// Search permission of group and others: they can open entries whose names they know, but not list the directory.
+/// Search permission of group and others. With it, they can open entries whose names they know, but not list the directory.
 const OTHERS_SEARCH: u32 = 0o011;
 /// Write permission of group and others.
 const OTHERS_WRITE: u32 = 0o022;
@@ -25,11 +25,11 @@ pub enum PrivateFileError {
     /// A system call failed.
     #[error("Cannot {action} {}", path.display())]
     Io {
-        /// Action that failed.
+        /// Action that failed, in words for the message.
         action: &'static str,
         /// The directory or file.
         path: PathBuf,
-        /// Cause.
+        /// Error of the kernel.
         source: io::Error,
     },
     /// The directory or file belongs to another user.
@@ -47,7 +47,7 @@ pub enum PrivateFileError {
         /// User of this process.
         user: u32,
     },
-    /// Other users may write to the directory, and it contains unknown files.
+    /// Other users may write to the directory, and it contains unknown files, so its mode cannot be changed.
     #[error(
         "Other users may write in {} (mode {mode:04o}), which holds more than leases: make a directory only for \
          leases with `mkdir -m 700`, and name it with --state-dir",
@@ -266,7 +266,7 @@ mod tests {
         let error = check_owner(Path::new("/state"), 7, 0).unwrap_err();
         let said = "run as user 7 (`setpriv --reuid 7 --clear-groups nvme-mpt …`), or choose";
         assert!(error.to_string().contains(said), "{error}");
-        // Only root may give files away.
+        // Only root may change the owner of a file.
         if process_user() == 0 {
             let file = dir.path().join("lock");
             fs::write(&file, "").unwrap();

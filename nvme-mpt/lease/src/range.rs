@@ -7,7 +7,7 @@ use nvme_spec::ids::Lba;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// The suffixes of a size and their powers of two, largest first.
+/// Suffixes of a size, each with its power of two, largest first.
 const SUFFIXES: [(char, u32); 4] = [('T', 40), ('G', 30), ('M', 20), ('K', 10)];
 
 /// Alignment of the start and end of leases, in bytes. A file or disk may rewrite a whole block of this size to change a part
@@ -70,7 +70,7 @@ impl fmt::Display for ByteSize {
 /// Error of a range that is invalid, or does not fit the drive.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum RangeError {
-    /// The plus sign is missing.
+    /// The plus sign between start and length is missing.
     #[error("\"{0}\" is not a range: write START+LENGTH, such as 64G+64G")]
     Syntax(String),
     /// Start or length is not a size.
@@ -78,9 +78,9 @@ pub enum RangeError {
     Size {
         /// Text of the whole range.
         text: String,
-        /// `start` or `length`.
+        /// Part that is no size: `start` or `length`.
         part: &'static str,
-        /// Cause.
+        /// Error of parsing the part.
         source: SizeError,
     },
     /// The length is zero.
@@ -89,12 +89,12 @@ pub enum RangeError {
     /// The end does not fit 64 bits.
     #[error("The range of {length} from {start} ends beyond what 64 bits can count")]
     Overflow {
-        /// First byte.
+        /// First byte of the range.
         start: ByteSize,
-        /// Number of bytes.
+        /// Number of bytes of the range.
         length: ByteSize,
     },
-    /// Start or length is not a whole number of logical blocks.
+    /// Start or length is not a multiple of the drive's logical block size.
     #[error(
         "The {part} of range {range} is not a multiple of the drive's logical block of {block} bytes: \
          {below} and {above} are"
@@ -102,13 +102,13 @@ pub enum RangeError {
     NotWholeBlocks {
         /// The range.
         range: ByteRange,
-        /// `start` or `length`.
+        /// Part that is no multiple: `start` or `length`.
         part: &'static str,
         /// Size of a logical block in bytes.
         block: u64,
-        /// The next lower valid value.
+        /// Next lower valid value for this part.
         below: ByteSize,
-        /// The next higher valid value.
+        /// Next higher valid value for this part.
         above: ByteSize,
     },
     /// The start or end of a lease is not aligned to [`BOUNDARY`].
@@ -120,11 +120,11 @@ pub enum RangeError {
     NotOnBoundary {
         /// The range.
         range: ByteRange,
-        /// `start` or `length`.
+        /// Part that is not aligned: `start` or `length`.
         part: &'static str,
-        /// The next lower valid value.
+        /// Next lower valid value for this part.
         below: ByteSize,
-        /// The next higher valid value.
+        /// Next higher valid value for this part.
         above: ByteSize,
     },
     /// The range ends beyond the drive.
@@ -132,11 +132,11 @@ pub enum RangeError {
     BeyondDrive {
         /// The range.
         range: ByteRange,
-        /// End.
+        /// End of the range.
         end: ByteSize,
         /// Size of the drive.
         capacity: ByteSize,
-        /// Ranges that would fit.
+        /// Description of ranges that would fit.
         advice: String,
     },
     /// A lease has no extents.
@@ -218,7 +218,7 @@ impl ByteRange {
     /// Returns the first byte after the range.
     #[must_use]
     pub const fn end(&self) -> u64 {
-        // `new` checked that the sum fits 64 bits.
+        // `new` has checked that the sum fits 64 bits.
         self.start + self.length
     }
 
@@ -272,7 +272,7 @@ impl ByteRange {
             blocks: self.length >> lba_shift,
         };
         if self.end() >> lba_shift > blocks {
-            // Saturates only if the drive is larger than any range; then every range fits.
+            // The product saturates only if the drive is larger than any range; then every range fits.
             let capacity = blocks.saturating_mul(block);
             let advice = match capacity.checked_sub(self.start) {
                 Some(rest) if rest > 0 => format!(
@@ -439,7 +439,7 @@ mod tests {
             let error = text.parse::<ByteRange>().unwrap_err();
             assert_eq!(error.to_string(), message);
         }
-        // The last byte has an address, but the byte behind it does not.
+        // The last byte of the range has an address, but the byte after it has none.
         assert!(ByteRange::new(u64::MAX - 1, 1).is_ok());
         assert!(ByteRange::new(u64::MAX, 1).is_err());
     }

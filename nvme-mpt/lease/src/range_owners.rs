@@ -23,15 +23,15 @@ use crate::range::ByteRange;
 /// Treatment of data that another id has in the range of a lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PreviousDataPolicy {
-    /// The lease is refused.
+    /// The data refuses the lease.
     #[default]
     Refused,
-    /// The lease gets the data as it is.
+    /// The lease gets the data of other ids as it is.
     Kept,
-    /// The data is wiped before the lease can be attached.
+    /// The data of other ids is wiped before the lease can be attached.
     Wiped,
-    /// The data is wiped as with [`Self::Wiped`], and so are bytes that no lease has held yet, because they may have data
-    /// of the host. A lease by size does not wipe the latter.
+    /// The data of other ids is wiped as with [`Self::Wiped`], and so are bytes that no lease has had so far, because they may
+    /// have data of the host. A lease by size does not wipe bytes of that second kind.
     Erased,
 }
 
@@ -49,7 +49,7 @@ impl FromStr for PreviousDataPolicy {
     }
 }
 
-/// A range and the id that last held it.
+/// Range of bytes with data, and the id that last had a lease of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct RangeOwner {
@@ -57,20 +57,21 @@ pub(super) struct RangeOwner {
     drive: String,
     nsid: u32,
     pub(super) range: ByteRange,
-    /// Offset in bytes of the range within a lease by size; `None` for a lease with a fixed range.
+    /// Offset of the range in its lease, in bytes, if the lease was requested by size and so may have several ranges; `None` if
+    /// the range itself was requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     at: Option<u64>,
-    /// True if the range was marked for wiping and is not completely wiped yet. The remaining data belongs to no id.
+    /// True if the range was marked for wiping and the wipe is incomplete. The data that is left belongs to no id.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     wiping: bool,
-    /// True if the operator has given the data up: the next lease gets it, whatever its id.
+    /// True if the operator has given the data up: the next lease of the range gets it, whatever its id.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     given_up: bool,
-    /// True if the operator has released the range: the next lease of another id wipes it.
+    /// True if the operator has released the range: if its next lease has another id, the data is wiped.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     released: bool,
-    /// True if a lease by size must not reuse this part, because another lease got other parts of the id's lease, or
-    /// because the id began a new lease by size.
+    /// True if a lease by size must not reuse this data, because another lease got other parts of the id's lease, or because
+    /// the id began a new lease by size.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     remnant: bool,
 }
@@ -103,12 +104,13 @@ pub(super) struct RangeCandidate<'a> {
     pub(super) drive: &'a str,
     pub(super) nsid: u32,
     pub(super) range: ByteRange,
-    /// Offset in bytes of the range within a lease by size; `None` for a lease with a fixed range.
+    /// Offset of the range in its lease, in bytes, if the lease was requested by size and so may have several ranges; `None` if
+    /// the range itself was requested.
     pub(super) lease_offset: Option<u64>,
 }
 
 impl RangeCandidate<'_> {
-    /// Returns the candidate for a part of the range.
+    /// Returns `range`, a part of this range, with its own offset in the lease.
     fn slice(&self, range: ByteRange) -> Self {
         let moved = range.start().saturating_sub(self.range.start());
         Self {
@@ -119,12 +121,12 @@ impl RangeCandidate<'_> {
     }
 }
 
-/// Part of a requested range that lies on one base (a disk or file).
+/// Part of a requested range that one base (a disk or file) stores.
 pub(super) struct BackingPart {
     base: String,
-    /// Bytes of the base.
+    /// Bytes of the base that store the part.
     pub(super) range: ByteRange,
-    /// Start of the part, as an offset on the leased drive.
+    /// Offset of the part's first byte on the leased drive.
     drive_offset: u64,
 }
 
@@ -139,7 +141,7 @@ impl BackingPart {
         }
     }
 
-    /// Converts a range of the base within this part to offsets on the leased drive.
+    /// Converts a range of the base to offsets on the leased drive; `None` if it is not within this part.
     pub(super) fn to_drive_range(&self, range: ByteRange) -> Option<ByteRange> {
         let moved = range.start().checked_sub(self.range.start())?;
         ByteRange::new(self.drive_offset.checked_add(moved)?, range.length()).ok()
@@ -177,7 +179,7 @@ impl RangeOwner {
         }
     }
 
-    /// Returns the namespace of the base that stores the bytes.
+    /// Returns the id of the namespace, as the lease that made the entry named it.
     pub(super) const fn nsid(&self) -> u32 {
         self.nsid
     }
@@ -186,20 +188,20 @@ impl RangeOwner {
         &self.drive
     }
 
-    /// Renames the entry's base, if `rename` returns a name for it.
+    /// Renames the base (disk or file) that the entry names, if `rename` returns a name for it.
     pub(super) fn rename_drive(&mut self, rename: impl Fn(&str) -> Option<String>) {
         if let Some(name) = rename(&self.drive) {
             self.drive = name;
         }
     }
 
-    /// Returns whether the entry's end, as an offset within its lease by size, fits 64 bits.
+    /// Returns whether the end of the range, as an offset in its lease, fits 64 bits.
     pub(super) fn is_valid(&self) -> bool {
         let end = |at: u64| at.checked_add(self.range.length());
         self.at.is_none_or(|at| end(at).is_some())
     }
 
-    /// Returns an entry for `range`, a part of this entry's range.
+    /// Returns an entry with this entry's owner for `range`, a part of its range.
     fn slice(&self, range: ByteRange) -> Self {
         let moved = range.start().saturating_sub(self.range.start());
         Self {
@@ -209,15 +211,16 @@ impl RangeOwner {
         }
     }
 
-    /// Returns whether a lease of `place` must not read the entry's data, because the data belongs to another id or is
-    /// partly wiped. For a lease by size, data that had another offset within the lease is foreign too.
+    /// Returns whether a lease of `place` must not read the entry's data, because the data belongs to another id or is partly
+    /// wiped. A lease by size must not read data either that had another offset in the id's earlier lease.
     fn is_foreign(&self, place: &RangeCandidate<'_>) -> bool {
         self.wiping
             || self.id != place.id
             || (place.lease_offset.is_some() && !self.is_at_lease_offset(place))
     }
 
-    /// Returns whether the entry's bytes have the same offsets within the lease by size in this entry and in `place`.
+    /// Returns whether the entry's bytes have the same offsets in the lease of this entry and in the lease that requests
+    /// `place`.
     fn is_at_lease_offset(&self, place: &RangeCandidate<'_>) -> bool {
         let first =
             |at: Option<u64>, range: &ByteRange| at.map(|at| at.wrapping_sub(range.start()));
@@ -229,13 +232,13 @@ impl RangeOwner {
         self.id == id && !self.wiping && !self.is_free()
     }
 
-    /// Returns whether the data refuses a lease of `place` that does not say what to do with the data.
+    /// Returns whether the data blocks a lease of `place`, if the request has no policy for data of other ids.
     fn is_blocking(&self, place: &RangeCandidate<'_>) -> bool {
         self.is_foreign(place) && !self.released && (self.wiping || !self.given_up)
     }
 
-    /// Returns whether any lease by size may take the entry's bytes and wipe them. A partly wiped part of a lease by size
-    /// is not free, because it still belongs to that lease.
+    /// Returns whether any lease by size may get the entry's bytes and wipe them. A partly wiped part of a lease by size is not
+    /// free, because it still belongs to that lease.
     pub(super) fn is_free(&self) -> bool {
         self.released || self.given_up || (self.wiping && self.at.is_none())
     }
@@ -245,22 +248,23 @@ impl RangeOwner {
         self.given_up
     }
 
-    /// Returns the id, and whether the entry is part of a lease by size.
+    /// Returns the entry's id, and true if the entry is part of a lease by size.
     fn lease_key(&self) -> (String, bool) {
         (self.id.clone(), self.at.is_some())
     }
 
-    /// Marks the entry's data as not reusable by a lease by size.
+    /// Records that no lease by size may reuse the entry's data.
     fn mark_remnant(&mut self) {
         (self.at, self.remnant) = (None, true);
     }
 
-    /// Returns whether a lease by size of the entry's id may reuse the bytes.
+    /// Returns whether a lease by size of the entry's id may reuse the data.
     pub(super) fn is_reusable(&self) -> bool {
         !self.remnant && (self.at.is_some() || !self.wiping)
     }
 
-    /// Returns whether a lease of `place` with the policy `fate` has to wipe the data.
+    /// Returns whether a lease of `place` has to wipe the data before use. `fate` is the request's policy for data of other
+    /// ids.
     fn needs_wipe(&self, place: &RangeCandidate<'_>, fate: PreviousDataPolicy) -> bool {
         self.is_foreign(place)
             && match fate {
@@ -270,10 +274,10 @@ impl RangeOwner {
             }
     }
 
-    /// Returns an entry for `range`, a part of this entry, that marks it for wiping by a lease of `place`.
+    /// Returns an entry for `range`, a part of this entry, that marks the part for wiping by a lease of `place`.
     fn to_marked(&self, range: ByteRange, place: &RangeCandidate<'_>) -> Self {
         let entry = match place.lease_offset {
-            // The part belongs to the lease by size even before the wipe, at its offset within the lease.
+            // The part belongs to the lease by size at its offset there, even before the wipe.
             Some(_) => Self::new(place.slice(range)),
             None => Self {
                 at: None,
@@ -292,7 +296,7 @@ impl RangeOwner {
     }
 }
 
-/// Returns whether two bases, each given with a namespace, store the same bytes.
+/// Returns whether two bases (disks or files), each with the id of a namespace, store the same bytes.
 pub(super) fn is_same_base(one: (&str, u32), other: (&str, u32)) -> bool {
     nvme_names::as_block_device(one.0, one.1) == nvme_names::as_block_device(other.0, other.1)
 }
@@ -309,16 +313,16 @@ fn sort_by_bytes(tenants: &[RangeOwner]) -> Vec<&RangeOwner> {
     sorted
 }
 
-/// Entry with its range converted to offsets on the leased drive.
+/// Entry of an owner, with the bytes as offsets on the leased drive.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LocatedRangeOwner<'a> {
     pub(super) owner: &'a RangeOwner,
     pub(super) range: ByteRange,
-    /// Offset in bytes of the range within a lease by size.
+    /// Offset of the range in its lease, in bytes, if the lease was requested by size.
     pub(super) lease_offset: Option<u64>,
 }
 
-/// Returns the entries that overlap `place`, clipped to `place` and with offsets on the leased drive.
+/// Returns the entries whose bytes overlap `place`, clipped to `place` and with offsets on the leased drive.
 pub(super) fn find_owners<'a>(
     tenants: &'a [RangeOwner],
     place: &RangeCandidate<'_>,
@@ -341,7 +345,8 @@ pub(super) fn find_owners<'a>(
     backing_parts(place).iter().flat_map(in_part).collect()
 }
 
-/// Marks data in `place` as not reusable: the id begins a new lease by size, and the data is of its earlier one.
+/// Records that no lease by size may reuse the data in `place`: the id begins a new lease by size, and the data is of its
+/// earlier lease.
 pub(super) fn mark_remnants(tenants: &mut [RangeOwner], place: &RangeCandidate<'_>) {
     for part in backing_parts(place) {
         let place = part.candidate(place);
@@ -353,7 +358,7 @@ pub(super) fn mark_remnants(tenants: &mut [RangeOwner], place: &RangeCandidate<'
     }
 }
 
-/// Releases the data in `place`, because a lease by size was truncated and no longer contains it.
+/// Releases the data in `place`, which a lease by size had before it was truncated.
 pub(super) fn release_range(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
     for part in backing_parts(place) {
         let place = part.candidate(place);
@@ -374,7 +379,7 @@ pub(super) fn release_range(tenants: &mut Vec<RangeOwner>, place: &RangeCandidat
     }
 }
 
-/// Returns the first data that blocks a lease of `place`: data of another id, or data whose wipe is not finished.
+/// Returns the first data that blocks a lease of `place`: data of another id, or data whose wipe is incomplete.
 pub(super) fn find_blocking(
     tenants: &[RangeOwner],
     place: &RangeCandidate<'_>,
@@ -396,8 +401,8 @@ fn find_blocking_in_part(
     })
 }
 
-/// Records in advance what happens to an id's data when another id leases its range. Returns the ranges for which this was
-/// recorded. For a partly wiped range, only the decision to wipe is recorded, because some of its data is lost.
+/// Records the operator's decision on what happens to an id's data when another id leases its range. Returns the ranges for
+/// which it was recorded. For a partly wiped range, only the decision to wipe is recorded, because some of its data is lost.
 pub(super) fn record_decision(
     tenants: &mut [RangeOwner],
     id: &str,
@@ -414,7 +419,7 @@ pub(super) fn record_decision(
     .collect()
 }
 
-/// Records the id of `place` as the owner of its bytes, except for parts with foreign data, which are marked for wiping.
+/// Records the id of `place` as the owner of its bytes. Parts with data that it must not read are marked for wiping instead.
 pub(super) fn record_owner(
     tenants: &mut Vec<RangeOwner>,
     place: &RangeCandidate<'_>,
@@ -432,8 +437,8 @@ pub(super) fn record_owner(
     }
 }
 
-/// Records the id of `place` as the owner of `place`, which lies on one base. If released data loses a part to `place`,
-/// adds the data's id to `broken`, with a flag that is true for a lease by size.
+/// Records the id of `place` as the owner of `place`, which lies on one base (a disk or file). If released data loses a part to
+/// `place`, adds the data's id to `broken`, with a flag that is true for data of a lease by size.
 fn record_owner_of_part(
     tenants: &mut Vec<RangeOwner>,
     place: &RangeCandidate<'_>,
@@ -469,7 +474,7 @@ fn record_owner_of_part(
     tenants.extend(gap_owner(place, at, place.range.end()));
 }
 
-/// Marks bytes of `place` that no lease has held yet for wiping by the id of `place`.
+/// Marks those bytes of `place` for wiping that no lease has had so far.
 fn mark_unknown(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
     let known = tenants.iter().filter(|tenant| tenant.overlaps(place));
     let known = known.filter_map(|tenant| {
@@ -522,7 +527,7 @@ fn gap_owner(place: &RangeCandidate<'_>, start: u64, end: u64) -> Option<RangeOw
     Some(RangeOwner::new(place.slice(range)))
 }
 
-/// Splits `range` into the parts before, within and after `other`, which it overlaps.
+/// Splits `range` into its parts before, within and after `other`, which overlaps it.
 pub(super) fn split_range(range: &ByteRange, other: &ByteRange) -> [Option<ByteRange>; 3] {
     let part = |start: u64, end: u64| ByteRange::new(start, end.checked_sub(start)?).ok();
     let (start, end) = (
@@ -574,7 +579,7 @@ mod tests {
             unwiped_ranges(&tenants, &place("b", 0, 30)),
             [ByteRange::new(15, 2).unwrap()]
         );
-        // A range with an incomplete wipe belongs to no id.
+        // A range whose wipe is incomplete belongs to no id.
         let left = find_blocking(&tenants, &place("b", 15, 2)).unwrap();
         assert!(left.to_string().ends_with("not wiped to the end"), "{left}");
         record_owner(
@@ -643,7 +648,7 @@ mod tests {
             [],
             "mixed data"
         );
-        // The new id owns the data that it leases, and the other part stays given up.
+        // The new id owns the data of the part that it leases. The other part stays given up.
         record_owner(
             &mut tenants,
             &place("b", 10, 5),
@@ -742,7 +747,7 @@ mod tests {
         Decide,
     }
 
-    /// State of a byte in the model: owner, mark, and decision.
+    /// State of a byte in the model: its owner, true if it is marked for wiping, and the operator's decision.
     #[derive(Clone, Copy, Debug, PartialEq)]
     struct OwnerModelByte(&'static str, bool, PreviousDataPolicy);
 

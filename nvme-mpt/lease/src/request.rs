@@ -12,13 +12,13 @@ use crate::range::ByteRange;
 /// Bytes that a lease should have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestedBytes {
-    /// Exactly this range of the namespace.
+    /// A lease of exactly this range of the namespace.
     Range(ByteRange),
-    /// Any bytes of the namespace, starting with the extents that the id already has.
+    /// A lease by size: any bytes of the namespace, starting with the extents in which the id already has data.
     Size {
         /// Length of the lease, a multiple of `unit`.
         bytes: u64,
-        /// Alignment of the extents, a power of two.
+        /// Size in bytes of a unit, a power of two: extents start and end at multiples of it.
         unit: u64,
         /// True if the lease must be one extent.
         whole: bool,
@@ -45,18 +45,18 @@ pub struct LeaseRequest<'a> {
 }
 
 impl<'a> LeaseRequest<'a> {
-    /// Returns the namespace with the requesting id.
+    /// Returns the requested namespace with the id that requests bytes of it.
     pub(super) fn target(&self) -> LeaseTarget<'a> {
         LeaseTarget {
             id: self.id,
             drive: self.drive.name,
             nsid: self.nsid,
-            // Saturates only if the drive is larger than any range can be.
+            // The product saturates only if the drive is larger than any range can be.
             capacity: self.blocks.saturating_mul(1 << self.lba_shift),
         }
     }
 
-    /// Checks the id, and the range or size.
+    /// Checks that the id, and the range or size, are valid.
     pub(super) fn check(&self) -> Result<(), LeaseError> {
         check_id(self.id)?;
         let area = self.target();

@@ -10,19 +10,19 @@ use super::extents::join_adjacent;
 use super::range_owners::{BackingPart, RangeCandidate, backing_parts, is_same_base, split_range};
 use crate::range::ByteRange;
 
-/// Bytes of an id on one base (disk or file) that Write Uncorrectable made unreadable.
+/// Bytes on one base (disk or file) that Write Uncorrectable of an id's guest made unreadable.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct UncorrectableBytes {
     id: String,
     drive: String,
     nsid: u32,
-    /// Ranges sorted by start, which neither overlap nor touch.
+    /// Unreadable ranges sorted by start, which neither overlap nor touch.
     #[serde(serialize_with = "write_ranges", deserialize_with = "read_ranges")]
     ranges: Vec<ByteRange>,
 }
 
-/// Serializes the ranges as one text, because a lease may have thousands.
+/// Serializes the ranges as one text, because there may be thousands.
 fn write_ranges<S: Serializer>(ranges: &[ByteRange], serializer: S) -> Result<S::Ok, S::Error> {
     let ranges: Vec<String> = ranges.iter().map(ByteRange::to_string).collect();
     serializer.serialize_str(&ranges.join(" "))
@@ -39,12 +39,12 @@ impl UncorrectableBytes {
         is_same_base((&self.drive, self.nsid), (place.drive, place.nsid))
     }
 
-    /// Returns the id that owns the bytes.
+    /// Returns the id whose guest made the bytes unreadable.
     pub(super) fn id(&self) -> &str {
         &self.id
     }
 
-    /// Renames the base of the entry.
+    /// Renames the base (disk or file) that the entry names.
     pub(super) fn rename_drive(&mut self, rename: impl Fn(&str) -> Option<String>) {
         if let Some(name) = rename(&self.drive) {
             self.drive = name;
@@ -87,7 +87,8 @@ pub(super) fn find_ranges(
     backing_parts(place).iter().flat_map(of_part).collect()
 }
 
-/// Replaces all marks of the id of `place` within `place` by `ranges`, which are offsets on the leased drive.
+/// Replaces the ranges that are recorded as unreadable for the id of `place` within `place` by `ranges`, which are offsets on
+/// the leased drive.
 pub(super) fn replace(
     marks: &mut Vec<UncorrectableBytes>,
     place: &RangeCandidate<'_>,
@@ -131,12 +132,12 @@ pub(super) fn replace(
     marks.retain(|marks| !marks.ranges.is_empty());
 }
 
-/// Removes the marks of other ids in `place`, because the id of `place` now owns these bytes.
+/// Removes unreadable ranges of other ids in `place`, because the id of `place` now owns these bytes.
 pub(super) fn remove_others(marks: &mut Vec<UncorrectableBytes>, place: &RangeCandidate<'_>) {
     remove_where(marks, place, |id| id != place.id);
 }
 
-/// Removes all marks in `place`, because its bytes were wiped.
+/// Removes all unreadable ranges in `place`, because its bytes were wiped.
 pub(super) fn remove_all(marks: &mut Vec<UncorrectableBytes>, place: &RangeCandidate<'_>) {
     remove_where(marks, place, |_| true);
 }
@@ -146,7 +147,7 @@ fn remove_where(
     place: &RangeCandidate<'_>,
     is_of: impl Fn(&str) -> bool,
 ) {
-    // Most drives have no marks.
+    // Most drives have no unreadable ranges.
     if marks.is_empty() {
         return;
     }

@@ -16,10 +16,10 @@ use nvme_mpt_memory::system::{LockKind, process_user, try_lock};
 
 const TEST: &str = "a_reader_of_another_user_refuses_nothing";
 
-/// Environment variable with the path of the file to lock. It makes the program the reading process.
+/// Environment variable with the path of the file to lock. If it is set, this test program is the process that reads the file.
 const READ: &str = "NVME_MPT_TEST_READS";
 
-/// User without special access rights.
+/// User id without special access rights.
 const NOBODY: u32 = 65534;
 
 fn open(image: &Path) -> File {
@@ -27,7 +27,7 @@ fn open(image: &Path) -> File {
     options.read(true).write(true).open(image).unwrap()
 }
 
-/// Claims 1 KiB of the image.
+/// Claims 1 KiB of the image, from byte `start` on.
 fn claim(image: &Path, start: u64) -> Result<FileRangeLock, ClaimError> {
     FileRangeLock::claim(open(image), start, 1 << 10)
 }

@@ -32,7 +32,7 @@ const SIGNALS: [libc::c_int; 4] = [libc::SIGSEGV, libc::SIGILL, libc::SIGFPE, li
 static PREVIOUS: [OnceLock<libc::sigaction>; SIGNALS.len()] =
     [const { OnceLock::new() }; SIGNALS.len()];
 
-/// Condition that the process waits for when it crashes, and the timeout.
+/// Function that reports whether the process may end after a crash, and maximum time to wait for it.
 static CRASH_WAIT: OnceLock<(fn() -> bool, Duration)> = OnceLock::new();
 
 /// Makes the process wait when it crashes, until `is_done` returns `true` or `time` has passed, so that another thread can

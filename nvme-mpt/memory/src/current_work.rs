@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Time in seconds after which a single crash no longer counts.
+/// Seconds after which a single crash no longer counts.
 const EXPIRY_SECONDS: u32 = 3600;
 
 /// True after the first crash of this process.

@@ -45,7 +45,7 @@ struct DmTargetSpec {
     start: u64,
     sectors: u64,
     status: i32,
-    /// Offset of the next target, from the first target.
+    /// Offset of the next target, counted from the first target.
     next: u32,
     kind: [u8; 16],
 }
@@ -61,7 +61,7 @@ const BUFFER_FULL: u32 = 1 << 8;
 /// Flag: the kernel clears its copy of the data.
 const SECURE_DATA: u32 = 1 << 15;
 
-/// First length of the buffer; its largest length follows.
+/// Minimum and maximum (`BUFFER_MAX`) size of the buffer for a table, in bytes.
 const BUFFER_MIN: usize = 16 << 10;
 const BUFFER_MAX: usize = 16 << 20;
 

@@ -18,10 +18,10 @@ use vmm_sys_util::eventfd::EventFd;
 /// Minimum number of requests that the kernel's context can hold. It counts toward the limit `fs.aio-max-nr`.
 const CONTEXT_REQUESTS: libc::c_int = 256;
 
-/// Maximum number of attempts to queue a signal while other threads keep the context full.
+/// Maximum number of attempts to queue a signal if other threads keep the context full.
 const ATTEMPTS: usize = 16;
 
-/// Number of signals after which a signal also removes completions from the context.
+/// Number of signals after which the thread that signals also removes completions from the context.
 const BATCH: u32 = 16;
 
 /// Maximum number of completions that one call removes.

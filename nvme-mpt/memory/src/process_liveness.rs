@@ -62,7 +62,7 @@ pub fn hangup_writer() -> Option<BorrowedFd<'static>> {
         .map(|presence| presence.hangup_writer.as_fd())
 }
 
-/// Opens a pidfd of this process, which is close-on-exec.
+/// Opens a pidfd of this process that is close-on-exec.
 fn open_pidfd() -> io::Result<OwnedFd> {
     // SAFETY: the call has no arguments, and cannot fail.
     let own = unsafe { libc::getpid() };

@@ -41,11 +41,11 @@ struct GuardedMapping {
     is_used: AtomicBool,
     start: AtomicUsize,
     end: AtomicUsize,
-    /// Page size of the mapping: the host's, or a huge page size.
+    /// Page size with which the kernel maps the memory: the host's page size, or a huge page size.
     page: AtomicUsize,
     device: AtomicBool,
     lost: AtomicBool,
-    /// Number of handlers that may be replacing pages of the mapping.
+    /// Number of signal handlers that may be replacing pages of the mapping at present.
     handlers: AtomicUsize,
 }
 
@@ -102,7 +102,7 @@ pub fn lost_memory_epoch() -> usize {
     EPOCH.load(Ordering::Relaxed)
 }
 
-/// Records that memory of a mapping was lost.
+/// Records that memory of a mapping was lost, so that pollers check their mappings.
 pub(super) fn advance_loss_epoch() {
     EPOCH.fetch_add(1, Ordering::Release);
 }
@@ -268,7 +268,7 @@ fn create_ones_file() -> io::Result<()> {
     Ok(())
 }
 
-/// Reason why memory at an address is inaccessible.
+/// Reason for which memory at an address is inaccessible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SigbusCause {
     /// The file ends before the address, or has no memory left.

@@ -30,7 +30,7 @@ pub enum MemoryHolder {
     Client {
         /// Process that made the connection.
         pid: u32,
-        /// User of the process. If needed, all processes of this user are checked, because another one may have the
+        /// User id of that process. If needed, all processes of this user are checked, because another of them may have the
         /// connection by now.
         uid: u32,
     },

@@ -26,16 +26,16 @@ use super::processors::ThreadId;
 /// Signal that interrupts a write. Its default action is to be ignored.
 const SIGNAL: libc::c_int = libc::SIGURG;
 
-/// Poll interval of the watcher.
+/// Interval at which the watcher thread polls for writes that block.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Time after which a write is interrupted.
+/// Time after which the watcher interrupts a write.
 const WRITE_TIMEOUT: Duration = Duration::from_millis(10);
 
-/// Number of polls without a write after which the watcher sleeps.
+/// Number of polls without a write after which the watcher thread sleeps.
 const IDLE_POLLS: u32 = 200;
 
-/// Threads that have written.
+/// Threads that have made a watched write.
 static WRITERS: Mutex<Vec<Arc<WatchedWriter>>> = Mutex::new(Vec::new());
 
 /// Eventfd that wakes the watcher thread; unset until there is a watcher. No other process has this eventfd.
@@ -48,9 +48,9 @@ static IS_WATCHED: AtomicBool = AtomicBool::new(false);
 #[derive(Debug)]
 struct WatchedWriter {
     thread: ThreadId,
-    /// Start of the pending write in ticks; 0 if no write is pending.
+    /// Tick at which the pending write started; 0 if no write is pending.
     since: AtomicU64,
-    /// Start of the thread's last write, in ticks.
+    /// Tick at which the thread's last write started.
     last: AtomicU64,
 }
 

@@ -6,10 +6,11 @@
 
 use crate::time::{TickUnit, TimeSpan};
 
-/// Length of a slot.
+/// Length of a slot, the unit of time in which bandwidth is counted.
 const SLOT_TIME: TimeSpan = TimeSpan(4_000);
 
-/// Number of tracked slots, which cover the next 65 ms. Transfers that start after this time do not delay each other.
+/// Number of time slots that are tracked. They cover the next 65 ms. Transfers that start after this time do not delay each
+/// other.
 const SLOTS: u64 = 1 << 14;
 
 /// A bandwidth and the transfers that are reserved on it.
@@ -18,13 +19,13 @@ pub(super) struct BandwidthTokens {
     slot_ticks: u64,
     slot_bytes: u64,
     ticks_per_byte: f64,
-    /// Number of reserved bytes of each tracked slot, as a ring.
+    /// Number of reserved bytes in each tracked time slot, as a ring.
     reserved: Box<[u32]>,
-    /// Number of the first tracked slot.
+    /// Number of the first tracked time slot.
     first: u64,
-    /// Number of the first slot that may have free tokens. All slots before it are full.
+    /// Number of the first time slot that may have bandwidth left. All slots before it are full.
     first_open: u64,
-    /// Number of the slot after the last slot with reservations.
+    /// Number of the time slot after the last one with reservations.
     end: u64,
 }
 

@@ -9,7 +9,7 @@ use super::due_queue::DueQueue;
 use nvme_mpt::host::HostCompletion;
 use nvme_spec::status::Status;
 
-/// Number of pages of the ring.
+/// Number of pages of the ring, one for each time unit of the near future.
 const PAGES: u64 = 64 * 64;
 
 const NO_SLOT: u16 = u16::MAX;
@@ -20,8 +20,8 @@ const NO_SLOT: u16 = u16::MAX;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RoundedUpTicks(pub u64);
 
-/// Entry of a slot: the status in the upper half, and the next slot on the page in the lower half. One word has both, so that
-/// they are read and written together.
+/// Entry of a command's slot in the list of a page: the status in the upper half of the word, and the next slot of the list in
+/// the lower half. Both are read and written together.
 #[derive(Clone, Copy, Debug)]
 struct CalendarEntry(u32);
 
@@ -49,9 +49,9 @@ struct CalendarRing {
     window_start: u64,
     /// Bitmap of the pages: 1 for a page with completions.
     occupied: [u64; 64],
-    /// First slot on each page.
+    /// First slot in the list of each page.
     pages: [u16; PAGES as usize],
-    /// Entries, indexed by slot.
+    /// List entries, indexed by slot.
     entries: Box<[CalendarEntry]>,
 }
 
@@ -200,7 +200,7 @@ impl CompletionCalendar {
         }
     }
 
-    /// Holds a completion whose time unit has no page in the ring.
+    /// Holds a completion whose due time lies outside of the ring.
     #[cold]
     fn hold_outside_ring(&mut self, slot: u16, status: Status, due: RoundedUpTicks) {
         if due.0 >> self.shift < self.near.window_start {
@@ -253,7 +253,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns a status that identifies a slot's completion.
+    /// Returns a status that differs for each slot, so that it identifies the slot's completion.
     fn status(slot: u16) -> Status {
         Status(slot & 0xFF)
     }

@@ -6,7 +6,7 @@ use std::collections::BinaryHeap;
 /// An entry of the heap, ordered by due time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct DueEntry {
-    /// Due time in time units.
+    /// Due time of the entry, in time units of the queue.
     due: u64,
     /// Number of entries that were added before this entry, which orders entries of equal due time.
     sequence: u64,

@@ -25,7 +25,7 @@ pub(super) struct FlashParts {
     pub(super) program_unit: ProfileSize,
 }
 
-/// Time for which each operation occupies a die, in ticks.
+/// Ticks for which a die is busy with each kind of operation.
 #[derive(Clone, Copy, Debug)]
 struct DieBusyTimes {
     read: u64,

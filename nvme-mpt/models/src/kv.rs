@@ -46,7 +46,7 @@ pub struct KvModel {
     delete: u64,
     exist: u64,
     list: u64,
-    /// Number of ticks for each byte, in each direction.
+    /// Ticks that the transfer of a byte takes: to the drive (`to_drive`), and to the host.
     to_drive: f64,
     to_host: f64,
     state: Mutex<KvModelState>,

@@ -45,12 +45,12 @@ impl ParallelUnit {
     }
 }
 
-/// Cost of reads or writes, in ticks.
+/// Cost of reads or of writes, in ticks.
 #[derive(Clone, Copy, Debug)]
 struct StripeCost {
     /// Time for which a stripe occupies its unit.
     stripe_ticks: u64,
-    /// Minimum time from the start on a unit to the completion of the command.
+    /// Minimum ticks from the start on a unit until the command completes.
     latency: u64,
     /// Latency minus the time for which one stripe occupies its unit.
     extra_latency: u64,

@@ -70,7 +70,8 @@ fn ring_synchronous<Q: DelayableQueue>(
     });
 }
 
-/// Holds the completion of a command for which [`NvmModel::stripe_due_time`] returned no time.
+/// Holds the completion of a command that needs the model's slower function, because [`NvmModel::stripe_due_time`] returned no
+/// time.
 #[cold]
 fn hold_other(
     sqe: &Sqe,

@@ -91,9 +91,9 @@ pub enum PathError {
         path.display(), directory.display()
     )]
     Exposed {
-        /// The file or directory that was requested.
+        /// File or directory that the caller asked for.
         path: PathBuf,
-        /// The exposed directory.
+        /// Directory in which another user can replace it.
         directory: PathBuf,
         /// Owner of the exposed directory.
         owner: u32,

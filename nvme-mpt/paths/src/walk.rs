@@ -14,7 +14,7 @@ use nvme_mpt_memory::system::process_user;
 
 use crate::PathError;
 
-/// Maximum number of symbolic links on a path, as in the kernel.
+/// Maximum number of symbolic links that are followed on a path, as in the kernel.
 const LINKS_MAX: u32 = 40;
 
 /// Identity of a file: device and inode number.

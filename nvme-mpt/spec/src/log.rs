@@ -158,9 +158,9 @@ bit_field! {
 bit_field! {
     /// Position of an invalid parameter in a command: its first byte and bit (Base 2.0, section 5.16.1.2).
     pub struct ParameterErrorLocation(u16) {
-        /// Byte in the Submission Queue entry.
+        /// Byte of the Submission Queue entry in which the invalid parameter begins.
         byte / with_byte: u8 [7:0];
-        /// Bit in the byte.
+        /// Bit of that byte in which the invalid parameter begins.
         bit / with_bit: u8 [10:8];
     }
 }

@@ -24,42 +24,44 @@ use nvme_mpt_memory::clock::{TickRate, Ticks};
 
 use super::PolicyChoice;
 
-/// Number of completions in an epoch. The policy compares the times of epochs.
+/// Number of completions in an epoch, the unit of measurement: the policy compares the times that epochs take.
 const EPOCH: u32 = 128;
 
-/// Number of completions after which a very bad trial ends early. A trial is very bad if it takes more than
-/// `HOPELESS_PERCENT` percent of the reference time.
+/// Number of completions after which a very bad trial ends, before its epoch is full. A trial is very bad if its completions
+/// took more than `HOPELESS_PERCENT` percent of the time that they would have taken before the trial.
 const EARLY_CHECK: u32 = EPOCH / 4;
 const HOPELESS_PERCENT: u64 = 115;
 
-/// Logarithm (base 2) of the maximum number of completions per interrupt.
+/// Maximum level: the base-2 logarithm of 32 completions per interrupt.
 const LEVEL_MAX: u8 = 5;
 
 /// Maximum time for which an interrupt is held back.
 const HOLD_MAX: Duration = Duration::from_millis(4);
 
-/// Maximum time between completions for which coalescing is useful.
+/// Maximum average time between completions at which interrupts are coalesced. If completions come more slowly, each batch gets
+/// its own interrupt.
 const INTERVAL_MAX: Duration = Duration::from_millis(2);
 
 /// Time without completions after which the guest counts as paused. Measurements that span a pause are dropped.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Limits for a trial, in percent of the reference time: less than `BETTER_PERCENT` for more completions per interrupt,
-/// less than `WORSE_PERCENT` for fewer.
+/// Limits for keeping a trial, in percent of the time that its completions would have taken before the trial: less than
+/// `BETTER_PERCENT` for more completions per interrupt, less than `WORSE_PERCENT` for fewer completions.
 const BETTER_PERCENT: u64 = 96;
 const WORSE_PERCENT: u64 = 104;
 
-/// Number of timed-out holds after which a trial ends early, if fewer holds ended with enough completions.
+/// Number of holds (times for which an interrupt was held back) that time out before the policy reacts, if even fewer holds got
+/// enough completions: a trial ends early, and without a trial, half as many completions share an interrupt from then on.
 const TIMED_OUT_MAX: u32 = 4;
 
-/// Maximum number of epochs between two trials, reached after many failed ones.
+/// Maximum number of epochs between two trials. It is reached after several failed trials, because each doubles the number.
 const TRIAL_WAIT_MAX: u32 = 128;
 
 /// Trial of another number of completions per interrupt.
 #[derive(Clone, Copy, Debug)]
 struct CoalescingTrial {
     level: u8,
-    /// [`CoalescingPolicy::interval`] before the trial, with which the trial is compared.
+    /// Value of [`CoalescingPolicy::interval`] before the trial. The trial is kept or ended by comparison with this value.
     reference: u64,
 }
 
@@ -67,15 +69,16 @@ struct CoalescingTrial {
 #[derive(Debug)]
 pub struct CoalescingPolicy {
     choice: PolicyChoice,
-    /// Logarithm (base 2) of the completions per interrupt.
+    /// Base-2 logarithm of the number of completions per interrupt.
     level: u8,
     trial: Option<CoalescingTrial>,
-    /// True if the next trial is of more completions per interrupt.
+    /// True if the next trial doubles the completions per interrupt; false if it halves them.
     should_rise: bool,
-    /// Number of epochs until the next trial, and number of epochs to wait after that trial if it fails.
+    /// Number of epochs until the next trial (`trial_wait`), and number of epochs to wait after that trial if it fails
+    /// (`next_trial_wait`).
     trial_wait: u32,
     next_trial_wait: u32,
-    /// Ticks for [`INTERVAL_SCALE`] completions in the last epoch; 0 if there was none.
+    /// Ticks per completion in the last epoch, times [`INTERVAL_SCALE`]; 0 before the first epoch has ended.
     interval: u64,
     epoch: CoalescingEpoch,
     last_post: Ticks,
@@ -85,14 +88,15 @@ pub struct CoalescingPolicy {
     pause: u64,
 }
 
-/// Scale of [`CoalescingPolicy::interval`], which is in sixteenths of a tick per completion.
+/// Number of units of [`CoalescingPolicy::interval`] in a tick.
 const INTERVAL_SCALE: u64 = 16;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct CoalescingEpoch {
     began: Ticks,
     completions: u32,
-    /// Holds that ended with enough completions, and holds that timed out.
+    /// Number of times that a held-back interrupt got enough completions (`full_holds`), and number of times that the hold
+    /// timed out first (`timed_out_holds`).
     full_holds: u32,
     timed_out_holds: u32,
 }
@@ -102,7 +106,7 @@ struct CoalescingEpoch {
 pub struct UnsignaledCompletions {
     /// Number of completions.
     pub completions: u32,
-    /// Time of the first one.
+    /// Time at which the first of them was posted.
     pub since: Ticks,
 }
 
@@ -127,13 +131,13 @@ impl CoalescingPolicy {
         }
     }
 
-    /// Sets the level and the ticks per completion, as if measured.
+    /// Sets the level and the ticks per completion, as if the policy had measured them.
     #[cfg(test)]
     pub(crate) fn set_level(&mut self, level: u8, interval: u64) {
         (self.level, self.interval) = (level, INTERVAL_SCALE * interval);
     }
 
-    /// Notes that commands were taken.
+    /// Notes the time at which commands were fetched: more completions are expected soon.
     #[inline]
     pub fn on_taken(&mut self, now: Ticks) {
         self.last_taken = now;
@@ -158,8 +162,8 @@ impl CoalescingPolicy {
         }
     }
 
-    /// Returns the time until which the owed interrupt may wait; `None` if it is due. `in_flight` is the number of in-flight
-    /// commands.
+    /// Returns the time until which the interrupt for the completions `owed` is held back; `None` if the guest is interrupted
+    /// now. `in_flight` is the number of in-flight commands.
     #[inline]
     pub fn hold_until(
         &mut self,
@@ -267,14 +271,14 @@ impl CoalescingPolicy {
                     (false, 0) => 1,
                     (false, level) => level - 1,
                 };
-                // The average of two epochs, so that a single disturbed epoch does not decide.
+                // The reference is the average of two epochs, so that a single disturbed epoch does not decide.
                 let reference = u64::midpoint(before, interval);
                 self.trial = Some(CoalescingTrial { level, reference });
             }
         }
     }
 
-    /// Ends a failed trial.
+    /// Ends a failed trial: the previous number of completions per interrupt stays, and the next trial comes later.
     fn reject_trial(&mut self) {
         self.trial = None;
         self.should_rise = !self.should_rise;

@@ -14,24 +14,24 @@ use nvme_mpt_memory::clock::{TickRate, Ticks};
 
 use super::PolicyChoice;
 
-/// Number of exits within a hold after which doorbells are mapped. A busy guest does thousands of I/Os in a hold, and a
-/// mostly idle guest writes fewer doorbells than this.
+/// Doorbells are mapped once this number of doorbell writes has exited within one hold, the time unit of this policy (see the
+/// module). A busy guest does thousands of I/Os in a hold, and a mostly idle guest writes fewer doorbells than this.
 const MAP_EXITS: u32 = 32;
 
-/// Number of I/Os within a hold that keeps doorbells mapped. With two doorbell writes per I/O, these are half of
-/// `MAP_EXITS` writes. At a lower rate, a poller sleeps between I/Os, and its timer finds a write to a mapped doorbell
-/// later than an exit would have woken the poller.
+/// Doorbells stay mapped after a hold (see the module) with at least this number of I/Os. With two doorbell writes per I/O,
+/// these are half of `MAP_EXITS` writes. At a lower rate, a poller sleeps between I/Os, and its timer finds a write to a mapped
+/// doorbell later than an exit would have woken the poller.
 const KEEP_MAPPED_IOS: u64 = MAP_EXITS as u64 / 4;
 
-/// Length of a hold, as a multiple of the cost of mapping and unmapping.
+/// Length of a hold, the time unit of this policy, as a multiple of the last cost of mapping and unmapping.
 const HOLD_FACTOR: u64 = 100;
 
-/// Minimum hold. It is longer than the time for which a poller spins before it sleeps. So a hold passes without I/O only if I/O
-/// has ceased, and not just between two I/Os.
+/// Minimum length of a hold, the time unit of this policy. It is longer than a poller spins before it sleeps. So a hold passes
+/// without I/O only if the guest has stopped its I/O, and not just between two I/Os.
 const HOLD_MIN: Duration = Duration::from_millis(10);
 
-/// Initial guess of the cost of mapping and of unmapping. A high guess gives a long first hold, in which [`MAP_EXITS`] is
-/// reached sooner.
+/// Assumed time of a mapping and of an unmapping before the first ones are measured. A high value gives a long first hold, in
+/// which a guest reaches [`MAP_EXITS`] sooner.
 const COST_GUESS: Duration = Duration::from_millis(2);
 
 /// Policy for one function's doorbells.
@@ -40,7 +40,7 @@ pub struct DoorbellMappingPolicy {
     choice: PolicyChoice,
     rate: TickRate,
     hold_min: u64,
-    /// Ticks that the last mapping took.
+    /// Ticks that the last mapping (`map_cost`) and the last unmapping (`unmap_cost`) took.
     map_cost: u64,
     unmap_cost: u64,
     phase: DoorbellMappingPhase,
@@ -48,9 +48,9 @@ pub struct DoorbellMappingPolicy {
 
 #[derive(Debug)]
 enum DoorbellMappingPhase {
-    /// Doorbells are trapped. `exits` counts the writes that exited since the hold started.
+    /// Doorbell writes exit to the VMM. `exits` counts those of the present hold, which began at `since`.
     Trapped { since: Ticks, exits: u32 },
-    /// Writes are plain stores. `done` is the number of I/Os at the start of the hold.
+    /// Doorbell writes are plain stores. The present hold began at `since`, when the guest had done `done` I/Os so far.
     Mapped { since: Ticks, done: u64 },
 }
 
@@ -77,7 +77,7 @@ impl DoorbellMappingPolicy {
         costs.saturating_mul(HOLD_FACTOR).max(self.hold_min)
     }
 
-    /// Notes a write that exited. Returns whether the result of [`Self::should_be_mapped`] has changed.
+    /// Notes a doorbell write that exited. Returns whether the result of [`Self::should_be_mapped`] has changed.
     pub fn on_exit(&mut self, now: Ticks) -> bool {
         let hold = self.hold_ticks();
         let DoorbellMappingPhase::Trapped { since, exits } = &mut self.phase else {
@@ -91,7 +91,7 @@ impl DoorbellMappingPolicy {
         *exits == MAP_EXITS
     }
 
-    /// Returns whether doorbells should be mapped. `done` is the number of I/Os so far.
+    /// Returns whether doorbells should be mapped now. `done` is the number of I/Os that the guest has done so far.
     pub fn should_be_mapped(&mut self, now: Ticks, done: u64) -> bool {
         if self.choice == PolicyChoice::Fixed {
             return true;
@@ -155,7 +155,7 @@ mod tests {
         now: Ticks,
         done: u64,
         is_mapped: bool,
-        /// Times to map and to unmap.
+        /// Ticks that mapping and unmapping take.
         costs: [u64; 2],
         exits: u64,
         toggles: u64,
@@ -176,7 +176,7 @@ mod tests {
             }
         }
 
-        /// Simulates a wake-up of the control thread.
+        /// Simulates a wake-up of the control thread, which asks the policy and maps or unmaps the doorbells.
         fn decide(&mut self) {
             let wanted = self.hysteresis.should_be_mapped(self.now, self.done);
             if wanted == self.is_mapped {
@@ -194,7 +194,7 @@ mod tests {
             }
         }
 
-        /// Lets time pass. The control thread wakes up when it is due.
+        /// Lets simulated time pass. The control thread wakes up when the policy may change its decision.
         fn pass(&mut self, ticks: u64) {
             let end = Ticks(self.now.0 + ticks);
             while let Some(time) = self.hysteresis.unchanged_for(self.now)
@@ -269,8 +269,8 @@ mod tests {
         assert_eq!((scene.toggles, scene.is_mapped), (2, false));
     }
 
-    /// Simulates one second of I/O and one second without. Returns the number of exits, and the time of mapped doorbells
-    /// without use.
+    /// Simulates one second of I/O and one second without I/O. Returns the number of exits, and the time for which unused
+    /// doorbells stayed mapped.
     fn second_of_io(choice: PolicyChoice) -> (u64, u64) {
         let mut scene = DoorbellMappingTest::new([50 * US, 80 * US]);
         scene.hysteresis = DoorbellMappingPolicy::new(choice, TickRate::NANOSECOND);
@@ -316,8 +316,7 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Mapping and unmapping take at most 1 % of the time, even if a guest provokes changes, and whatever a change
-        /// costs.
+        /// Mapping and unmapping take at most 1 % of the time, even if a guest provokes changes, at any cost of a change.
         #[test]
         fn toggling_takes_a_hundredth_at_most(
             mapping in 1_u64..50_000,
@@ -331,7 +330,7 @@ mod tests {
                 scene.ios(ios, every * US);
                 scene.pass(pause * US);
             }
-            // The first change is allowed on top, because its cost is unknown beforehand.
+            // The first mapping and unmapping come on top of the 1 %, because their cost is unknown beforehand.
             let first = costs[0] + costs[1];
             let all = scene.now.since(began);
             proptest::prop_assert!(

@@ -34,33 +34,34 @@ use super::PolicyChoice;
 /// Maximum window: enough to keep any drive busy.
 pub const WINDOW_MAX: u64 = 8 << 20;
 
-/// Initial window. It doubles until it proves too large.
+/// Initial window in bytes. The window doubles until it proves too large.
 const WINDOW_FIRST: u64 = 16 << 10;
 
-/// Maximum latency of light commands relative to alone, in 256ths.
+/// Maximum of the median latency of light commands, relative to their latency while heavy users pause, in 256ths.
 const LATENCY_RATIO_MAX: u64 = 256 * 15 / 8;
 
-/// Maximum relative latency with a small window. On a serial drive with 0.1 ms per command, this limit gives 128 KiB reads
-/// in parts of 48 KiB, with a quarter of their throughput. A limit of 2.0 would give parts of 8 KiB, with 1/20.
+/// Limit as `LATENCY_RATIO_MAX`, for a small window. On a serial drive with 0.1 ms per command, this limit gives 128 KiB reads
+/// in parts of 48 KiB, with a quarter of their throughput. A limit of 2.0 would give parts of 8 KiB, with 1/20 of the
+/// throughput.
 const LATENCY_RATIO_MAX_SMALL: u64 = 256 * 9 / 4;
 
-/// Factor for the second longest of [`SAMPLES`] latencies, as numerator and denominator. The product must not exceed the
-/// limit of the median.
+/// Factor for the second longest of [`SAMPLES`] latencies, as numerator and denominator. The latency times this factor must not
+/// exceed the limit of the median.
 const TAIL: (u64, u64) = (4, 5);
 
-/// Number of sample groups in a row whose second longest latency must be too long before the window shrinks only for this
-/// reason. If 10 % of a drive's commands are slow anyway, this happens for one group in 160.
+/// Number of groups of [`SAMPLES`] latencies in a row whose second longest latency is too long, before the window shrinks for
+/// this reason alone. If 10 % of a drive's commands are slow anyway, this happens for one group in 160.
 const SLOW_TAILS_MAX: u32 = 4;
 
 /// Size in bytes up to which a window counts as small. On drives that process one or a few commands at a time, the window
 /// becomes small.
 const WINDOW_SMALL: u64 = 64 << 10;
 
-/// Number of medians for which the window stays below a size that was too large. So less than one in a hundred light
-/// commands is affected when that size is tried again.
+/// Number of medians for which the window stays below a size that was too large. So trying that size again delays fewer than
+/// one in a hundred light commands.
 const CEILING_HOLD: u32 = 256;
 
-/// Maximum number of outstanding commands of a light user, and maximum bytes of each.
+/// Maximum number of outstanding commands of a light user, and maximum bytes of each command (`LIGHT_BYTES`).
 const LIGHT_COMMANDS: u32 = 4;
 const LIGHT_BYTES: u64 = 16 << 10;
 
@@ -73,13 +74,13 @@ const KINDS: usize = 2 * LIGHT_COMMANDS as usize;
 pub struct CommandClass(u8);
 
 impl CommandClass {
-    /// Command of a heavy user.
+    /// Command of a heavy user: one with many or large commands outstanding.
     pub const HEAVY: Self = Self(0);
     /// Command of a light user whose latency is not measured.
     const LIGHT: Self = Self(1);
     const FIRST_KIND: u8 = 2;
 
-    /// Returns the class of a light user's command. The user has `outstanding` commands.
+    /// Returns the class of a command of a light user that has `outstanding` commands, including this command.
     #[inline]
     #[must_use]
     pub fn light(opcode: NvmOpcode, outstanding: u32) -> Self {
@@ -105,30 +106,31 @@ impl CommandClass {
     }
 }
 
-/// Window of the fixed alternative.
+/// Window in bytes of the fixed alternative.
 const WINDOW_FIXED: u64 = 256 << 10;
 
-/// Length of a queue pair's turn at the window, in latencies of light commands alone.
+/// Length of a queue pair's turn at the window, in multiples of the latency that light commands have while heavy users pause.
 const TURN_LATENCIES: u64 = 8;
 
 /// Durations for measurements, in ticks.
 #[derive(Clone, Copy, Debug)]
 struct HeavyWindowTimes {
-    /// Time between two measurements of the latency alone.
+    /// Time between two pauses of heavy users in which the latency of light commands alone is measured.
     probe_interval: u64,
-    /// Time until the next measurement if the last one had no command of some kind.
+    /// Minimum time until the next measurement if a light command completes whose kind was in no measurement so far.
     probe_retry: u64,
-    /// Maximum pause of heavy users.
+    /// Maximum time for which heavy users pause during a measurement.
     pause: u64,
 }
 
-/// Samples to skip at the start of a measurement, because they still wait for commands submitted before the pause.
+/// Number of light commands whose latency is ignored at the start of a measurement, because they still wait for commands that
+/// were submitted before the pause.
 const PROBE_SKIPPED: u32 = 4;
 
-/// Number of light commands per median.
+/// Number of light commands whose median latency decides on the window.
 const SAMPLES: usize = 8;
 
-/// Measurement of light commands while heavy users pause.
+/// Measurement of the latencies of light commands while heavy users pause.
 #[derive(Debug)]
 struct LatencyProbe {
     began: Ticks,
@@ -140,7 +142,7 @@ struct LatencyProbe {
 /// Parameters for sharing a drive between queue pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SharingParameters {
-    /// Bytes that heavy users may have in flight while there is a light user.
+    /// Bytes that all heavy users together may have in flight while there is a light user.
     pub window: u64,
     /// Length of a queue pair's turn at the window, in ticks.
     pub turn: u64,
@@ -156,20 +158,21 @@ pub struct HeavyWindow {
     choice: PolicyChoice,
     times: HeavyWindowTimes,
     parameters: SharingParameters,
-    /// Median latency alone of each kind, in ticks; 0 if unknown.
+    /// Median latency of each kind of light command while heavy users pause, in ticks; 0 if unknown.
     alone: [u64; KINDS],
     probe: Option<LatencyProbe>,
-    /// Latencies of the last light commands relative to alone, in 256ths.
+    /// Latencies of the last light commands, relative to the latency while heavy users pause, in 256ths.
     latency_ratios: [u64; SAMPLES],
     count: usize,
-    /// Time of the last change of the window. Commands that arrived before it say nothing about the new window.
+    /// Time of the last change of the window. The latency of a command that arrived before that time says nothing about the new
+    /// window.
     changed: Ticks,
     /// True if the window has ever been too large. Until then it doubles.
     has_been_too_large: bool,
     /// Maximum window for the next `ceiling_hold` medians, below a size that was too large.
     ceiling: u64,
     ceiling_hold: u32,
-    /// Number of medians in a row whose second longest latency was too long.
+    /// Number of groups of [`SAMPLES`] latencies in a row whose second longest latency was too long.
     slow_tails: u32,
 }
 
@@ -249,7 +252,8 @@ impl HeavyWindow {
         }
         let alone = self.alone.get(kind).copied().unwrap_or(0);
         if alone == 0 {
-            // Not before `probe_retry` has passed.
+            // The next measurement comes early, because the latency of this kind alone is unknown. `probe_retry` limits how
+            // often this happens.
             let soon = add_ticks(now, self.times.probe_retry);
             self.parameters.next_probe = soon.min(self.parameters.next_probe);
             return;
@@ -283,7 +287,7 @@ impl HeavyWindow {
         } else {
             0
         };
-        // The shrinking per step is limited, because some of the latency is due to the previous window.
+        // The shrinking per step is limited, because commands under the previous, larger window cause some of the latency.
         let shrunk = |longer: u64| (window * longest / longer).clamp(window / 8, window - least);
         let next = if longer > longest {
             self.has_been_too_large = true;
@@ -291,7 +295,7 @@ impl HeavyWindow {
             self.ceiling_hold = CEILING_HOLD;
             shrunk(longer)
         } else if self.slow_tails >= SLOW_TAILS_MAX {
-            // The drive may be slow for its own reasons, so the size does not become the ceiling.
+            // The drive may be slow for its own reasons, so this size does not become the ceiling of the window.
             self.has_been_too_large = true;
             self.slow_tails = 0;
             shrunk(tail)
@@ -339,7 +343,7 @@ fn add_ticks(now: Ticks, ticks: u64) -> Ticks {
 }
 
 impl LatencyProbe {
-    /// Takes a sample. Returns whether it was counted.
+    /// Adds the latency of a light command to the measurement. Returns whether it counts.
     fn add_sample(&mut self, kind: usize, latency: u64) -> bool {
         if self.skipped_left > 0 {
             self.skipped_left -= 1;
@@ -357,11 +361,11 @@ impl LatencyProbe {
 mod tests {
     use super::*;
 
-    /// Latency of a light command alone, in nanoseconds.
+    /// Latency of a light command while no heavy user has commands in flight, in nanoseconds.
     const ALONE: u64 = 100_000;
 
-    /// Returns the window after 400,000 light commands. `latency` gets a random number below 100 and the heavy users' bytes
-    /// in flight.
+    /// Returns the window in bytes after 400,000 light commands on a drive with the given latencies. `latency` gets a random
+    /// number below 100 and the bytes that heavy users have in flight.
     fn window_by(latency: impl Fn(u64, u64) -> u64) -> u64 {
         let mut learned = HeavyWindow::new(PolicyChoice::Learned, TickRate::NANOSECOND);
         let class = CommandClass::light(NvmOpcode::READ, 1);

@@ -15,27 +15,28 @@
 
 use super::PolicyChoice;
 
-/// Number of mappings that every VM gets, whatever other VMs have taken.
+/// Number of mappings that every VM can get, even if other VMs have taken all others.
 pub(crate) const ASSURED: u64 = 64;
 
-/// Divisor of the number of mappings for the assured part. With 65,535 mappings, the part is enough for 255 VMs with 64
-/// mappings each (`ASSURED`).
+/// Divisor of an IOMMU's maximum number of mappings. The quotient is the part from which every VM gets its assured mappings.
+/// With 65,535 mappings, the part is enough for 255 VMs with [`ASSURED`] (64) mappings each.
 pub(crate) const ASSURED_DIVISOR: u64 = 4;
 
-/// Divisor of the number of mappings for the driver's part. With 65,535 mappings, the part has 4,095: enough for 1,024 queue
-/// pairs and the PRP and SGL lists of 3,000 guest queues.
+/// Divisor of an IOMMU's maximum number of mappings. The quotient is the part of the driver. With 65,535 mappings, the part has
+/// 4,095: enough for 1,024 queue pairs and the PRP and SGL lists of 3,000 guest queues.
 pub(crate) const DRIVER_DIVISOR: u64 = 16;
 
-/// Division of a resource into the driver's part, the part assured to VMs, and the shared part.
+/// Division of a resource (mappings or bytes of addresses) into the driver's part, the part assured to VMs, and the shared
+/// part.
 #[derive(Clone, Copy, Debug)]
 struct IommuBudgetDivision {
-    /// Amount assured to every VM.
+    /// Number of mappings, or bytes of addresses, that every VM can get, even if other VMs have taken all others.
     assured: u64,
-    /// Divisor of the total amount for the part that is assured to VMs.
+    /// Divisor of the resource's total: the quotient is the part from which VMs get what is assured to them.
     assured_divisor: u64,
-    /// Divisor of the total amount for the driver's part.
+    /// Divisor of the resource's total: the quotient is the driver's part.
     driver_divisor: u64,
-    /// Divisor of the total amount for the maximum of one VM, with the fixed alternative.
+    /// Divisor of the resource's total: with the fixed alternative, the quotient is the maximum of one VM.
     fixed_divisor: u64,
 }
 
@@ -55,23 +56,23 @@ const IOVAS: IommuBudgetDivision = IommuBudgetDivision {
     fixed_divisor: 4,
 };
 
-/// Amounts in use.
+/// Mappings, or bytes of addresses, in use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IommuBudgetUse {
-    /// Amount used by the driver.
+    /// Mappings or bytes that the driver uses for its own queues and lists.
     pub by_driver: u64,
-    /// Amount used by all VMs.
+    /// Mappings or bytes that all VMs together use.
     pub by_vms: u64,
 }
 
-/// Refusal of a further amount.
+/// Refusal of further mappings or addresses for a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IommuShareRefusal {
-    /// Amount that the VM has.
+    /// Mappings or bytes of addresses that the VM has.
     pub taken: u64,
-    /// Amount that is left for all VMs together.
+    /// Mappings or bytes of addresses that are left for all VMs together.
     pub left: u64,
-    /// Total amount.
+    /// Mappings or bytes of addresses that the IOMMU has in total.
     pub max: u64,
 }
 
@@ -80,7 +81,7 @@ pub struct IommuShareRefusal {
 pub struct IommuBudget {
     choice: PolicyChoice,
     division: IommuBudgetDivision,
-    /// Total amount; `None` if unlimited.
+    /// Total number of mappings, or bytes of addresses; `None` if unlimited.
     max: Option<u64>,
 }
 
@@ -96,7 +97,7 @@ impl IommuBudget {
         }
     }
 
-    /// Creates the rule for a space of `max` addresses.
+    /// Creates the rule for an IOMMU whose address space for VMs and driver has `max` bytes.
     #[must_use]
     pub fn for_iovas(choice: PolicyChoice, max: u64) -> Self {
         Self {
@@ -106,10 +107,12 @@ impl IommuBudget {
         }
     }
 
-    /// Checks whether a VM that has the amount `taken` may take `wanted` more. `used` is the use by the driver and all VMs.
+    /// Checks whether a VM that has `taken` mappings, or bytes of addresses, may take `wanted` more. `used` is what the driver
+    /// and all VMs have.
     ///
     /// # Errors
-    /// [`IommuShareRefusal`] if the amount is reserved for the driver or for other VMs.
+    /// [`IommuShareRefusal`] if what is left is reserved for the driver or for other VMs, or if the VM would exceed the maximum
+    /// of one VM (see the module).
     pub fn check_share(
         &self,
         taken: u64,

@@ -45,13 +45,13 @@ pub use preemption_backoff::{PreemptionBackoff, ThreadProcessorUse};
 pub use slice_length::SliceLength;
 pub use spin_time::SpinTime;
 
-/// Choice between a policy and its fixed alternative.
+/// Choice between an adaptive policy and its fixed alternative.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum PolicyChoice {
-    /// Decisions adapt to measurements.
+    /// The policy adapts its decisions to measurements.
     #[default]
     Learned,
-    /// Decisions are constants.
+    /// The policy's decisions are constants (the fixed alternative).
     Fixed,
 }
 
@@ -61,34 +61,34 @@ impl PolicyChoice {
     }
 }
 
-/// Choice for each adaptive policy. The text form names the fixed ones: `moderation+doorbells`.
+/// Choice for each adaptive policy. The text form lists the policies that are fixed: `moderation+doorbells`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct AdaptivePolicies {
     /// Time that a poller spins before it parks.
     pub spin: PolicyChoice,
-    /// Times at which a spinning poller yields its processor.
+    /// Times at which a spinning poller yields its processor to other threads.
     pub courtesy: PolicyChoice,
-    /// Number of completions per interrupt.
+    /// Number of completions per interrupt (interrupt coalescing).
     pub moderation: PolicyChoice,
-    /// Bytes of busy guests in flight on a shared physical drive.
+    /// Bytes that busy guests have in flight on a shared physical drive.
     pub governor: PolicyChoice,
-    /// Times at which doorbells are mapped and trapped.
+    /// Times at which doorbells are mapped into the guest, and at which its writes are trapped.
     pub doorbells: PolicyChoice,
-    /// IOMMU mappings of one VM.
+    /// IOMMU mappings and IOVAs that one VM may take.
     pub budget: PolicyChoice,
     /// Bytes of a file to deallocate or zero at once. Only the drive uses this choice, so messages and saved states of
     /// functions omit it.
     #[serde(skip)]
     pub slices: PolicyChoice,
-    /// Poll interval of untrapped doorbells. Messages and states omit it if it is learned.
+    /// Poll interval of untrapped doorbells. Messages and saved states omit this choice if it is adaptive.
     #[serde(default, skip_serializing_if = "PolicyChoice::is_learned")]
     pub looks: PolicyChoice,
 }
 
-/// Accessor of one choice.
+/// Accessor of the choice for one policy.
 type PolicyField = fn(&mut AdaptivePolicies) -> &mut PolicyChoice;
 
-/// Names and accessors of the choices.
+/// Name of each policy, and accessor of its choice.
 const POLICIES: [(&str, PolicyField); 8] = [
     ("spin", |learning| &mut learning.spin),
     ("courtesy", |learning| &mut learning.courtesy),
@@ -101,7 +101,8 @@ const POLICIES: [(&str, PolicyField); 8] = [
 ];
 
 impl AdaptivePolicies {
-    /// Returns the choices for the policies that a poller uses. The policies of other threads are adaptive in the result.
+    /// Returns the choices for the policies that a poller uses. All other policies are adaptive in the result, so that it can
+    /// be compared with the choices of another poller.
     #[must_use]
     pub fn for_poller(self) -> Self {
         let Self {

@@ -9,13 +9,15 @@ use std::time::Duration;
 
 use super::PolicyChoice;
 
-/// Shortest interval.
+/// Shortest poll interval.
 const MIN: Duration = Duration::from_micros(50);
 
-/// Interval while work is pending, and shortly after work: divisor of the idle time, and longest interval.
+/// Poll interval while work is pending, and shortly after work: the idle time divided by the first number, at most the second
+/// value.
 const FAST: (u32, Duration) = (8, Duration::from_millis(1));
 
-/// Interval after a longer idle time: divisor of the idle time, and longest interval (50 polls per second).
+/// Poll interval after a longer idle time: the idle time divided by the first number, at most the second value (50 polls per
+/// second).
 const SLOW: (u32, Duration) = (64, Duration::from_millis(20));
 
 /// Policy for the poll interval of untrapped doorbells.
@@ -55,7 +57,7 @@ fn scaled_interval(idle: Duration, (divisor, longest): (u32, Duration)) -> Durat
 mod tests {
     use super::*;
 
-    /// Counts the polls within `time` after a poller has stopped spinning. Also returns the longest interval.
+    /// Counts the polls within `time` after a poller has stopped spinning. Returns this number and the longest interval.
     fn looks_within(looks: PollInterval, time: Duration) -> (usize, Duration) {
         let mut idle = Duration::from_micros(20);
         let (mut count, mut pause) = (0, Duration::ZERO);

@@ -19,25 +19,26 @@ use nvme_mpt_memory::clock::{TickRate, Ticks};
 
 use super::PolicyChoice;
 
-/// Spin time after which a preempted thread has delayed others.
+/// Minimum spin time before the policy checks for preemptions: only a thread that spins for long delays others.
 const LONG_SPIN: Duration = Duration::from_micros(200);
 
-/// Maximum duration of a pass in which the thread was not interrupted.
+/// Duration up to which a poller's pass counts as uninterrupted.
 const PASS_MAX: Duration = Duration::from_micros(2);
 
-/// Minimum time off the processor that shows that another, waiting thread has run. Interrupts take less time. So do threads
-/// that run as soon as they wake up, such as kernel workers that complete a poller's requests.
+/// Minimum time off the processor after which another thread, which was waiting, counts as the cause. Interrupts take less
+/// time. So do threads that run as soon as they wake up, such as kernel workers that complete a poller's requests.
 const OFF_PROCESSOR_MIN: Duration = Duration::from_micros(200);
 
-/// Maximum time between preemptions that count as frequent. A thread that always wants the processor gets it after a time
-/// slice of some milliseconds.
+/// Maximum time between two preemptions for them to count as frequent. A thread that always wants the processor gets it after a
+/// time slice of some milliseconds.
 const FREQUENT_INTERVAL: Duration = Duration::from_millis(15);
 
-/// Minimum of the time for which a thread sleeps instead of spinning; its maximum follows.
+/// Minimum and maximum (`SLEEP_MAX`) of the back-off: the time for which a preempted thread sleeps when idle instead of
+/// spinning.
 const SLEEP_MIN: Duration = Duration::from_millis(10);
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 
-/// Time that the thread still spins after work during the back-off, because more work often follows immediately.
+/// Time for which the thread still spins after work during the back-off, because more work often follows immediately.
 const EAGER_SPIN: Duration = Duration::from_micros(5);
 
 /// Processor time of a thread so far.
@@ -53,7 +54,7 @@ pub struct ThreadProcessorUse {
 #[derive(Debug)]
 pub struct PreemptionBackoff {
     choice: PolicyChoice,
-    /// Time of the last check and the thread's processor time then; `None` while its spin is short.
+    /// Time of the last check, and the thread's processor time then; `None` while the present spin is short.
     last_check: Option<(Ticks, ThreadProcessorUse)>,
     /// Time of the last preemption.
     last_preemption: Option<Ticks>,
@@ -166,7 +167,7 @@ mod tests {
         }
     }
 
-    /// Preempts a thread twice after long spins, so that it spins again at `now`.
+    /// Preempts a thread twice after long spins. Returns whether the thread still spins at `now`.
     fn preempt(courtesy: &mut PreemptionBackoff, now: u64) -> bool {
         let mut once = |now| {
             assert!(!courtesy.on_pass(Ticks(now), 0, 100, || unreachable!()));

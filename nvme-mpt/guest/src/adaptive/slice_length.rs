@@ -13,11 +13,11 @@ use nvme_mpt_memory::clock::TickRate;
 
 use super::PolicyChoice;
 
-/// Target time of a slice.
+/// Time that deallocating or zeroing one slice should take.
 const TARGET: Duration = Duration::from_micros(300);
 
-/// Minimum length of a slice in bytes. It is a block, because each block may be an extent. The maximum and the initial
-/// length follow.
+/// Minimum length of a slice (`MIN`) in bytes: a block, because each block may be an extent. `MAX` is the maximum length,
+/// `INITIAL` the first length.
 ///
 /// A slice of a hole is fast at any length, and does not show how many extents the next slice has. So the maximum is 512
 /// blocks, which have at most 512 extents. At 0.4 ms per extent on ext4, a guest whose command arrives during such a slice
@@ -26,7 +26,7 @@ const MIN: u64 = BOUNDARY;
 const MAX: u64 = 2 << 20;
 const INITIAL: u64 = 256 << 10;
 
-/// Maximum length of a slice while other users have I/O on the file: at most 64 extents.
+/// Maximum length of a slice in bytes while other users have I/O on the file: at most 64 extents.
 const SHARED_MAX: u64 = 256 << 10;
 
 /// Adaptive length of slices.
@@ -69,7 +69,7 @@ impl SliceLength {
 /// Returns the length of the next slice, after a slice of `bytes` (at most `planned`) took `took` ticks.
 fn next_slice(planned: u64, bytes: u64, took: u64, target: u64) -> u64 {
     if bytes < planned && took <= target {
-        // A short slice does not show how long a long one would take.
+        // The time of a short slice does not show how long a long slice would take.
         return planned;
     }
     let ideal = u128::from(bytes) * u128::from(target) / u128::from(took.max(1));
@@ -94,12 +94,12 @@ mod tests {
         assert_eq!(next_slice(512 << 10, 512 << 10, 1 << 40, target), MIN);
         assert_eq!(next_slice(MIN, MIN, 1 << 40, target), MIN);
         assert_eq!(next_slice(MAX, MAX, 0, target), MAX);
-        // A short slice at the end of a range has no effect, unless it is slow.
+        // A short slice at the end of a range does not change the length, unless the slice is slow.
         assert_eq!(next_slice(512 << 10, 4096, 1, target), 512 << 10);
         assert_eq!(next_slice(512 << 10, 8192, 2000, target), 4096);
     }
 
-    /// Times of a range's extents, in nanoseconds.
+    /// Range of a test's file. Times are in nanoseconds, per extent.
     struct SliceTestRange {
         bytes: u64,
         extent: u64,

@@ -9,12 +9,12 @@ use nvme_mpt_memory::clock::TickRate;
 
 use super::PolicyChoice;
 
-/// Minimum of the spin time; its maximum follows.
+/// Minimum and maximum (`MAX`) of the time for which a poller spins before it sleeps.
 const MIN: Duration = Duration::from_micros(20);
 const MAX: Duration = Duration::from_millis(4);
 
-/// Fixed spin time: about the cost of falling asleep and waking up. So the time spent on a spin and a park is at most twice
-/// that of the better one alone.
+/// Spin time of the fixed alternative: about the cost of falling asleep and waking up. So the time spent on a spin and a park
+/// is at most twice that of the better one alone.
 const FIXED: Duration = Duration::from_micros(100);
 
 /// Adaptive time that a poller spins before it parks.

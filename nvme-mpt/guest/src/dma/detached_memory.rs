@@ -6,8 +6,8 @@ use super::region::GuestMemoryPart;
 use super::{DmaError, DmaWindow, MemoryRegion, WindowRegions};
 use crate::iova::BudgetEntitlement;
 
-/// Memory of a window, which stays mapped in this process even if the window is dropped. It gives no drive access to the
-/// memory.
+/// Memory of a window, which stays mapped in this process even if the window is dropped. The host controller has no access to
+/// it through this value.
 #[derive(Clone, Debug)]
 pub struct DetachedGuestMemory(Vec<GuestMemoryPart>);
 

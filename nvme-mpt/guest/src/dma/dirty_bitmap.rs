@@ -33,15 +33,15 @@ impl RegionDirtyBitmap {
         Self { gpa, len, written }
     }
 
-    /// Notes a write of `len` bytes at `offset` in the region. `len` is at least 1.
+    /// Marks the pages of a write as dirty. The write has `len` bytes, at least 1, at `offset` in the region.
     pub(super) fn mark(&self, offset: u64, len: u64) {
         let mut page = offset / PAGE_SIZE;
         let end = (offset + len).div_ceil(PAGE_SIZE);
         while page < end {
             let in_word = (64 - page % 64).min(end - page);
             let bits = (u64::MAX >> (64 - in_word)) << (page % 64);
-            // Bits beyond the region are ignored. A bit that is already set is written again. Only this release makes the
-            // data written before visible to the thread that takes the bit.
+            // Pages beyond the region are ignored. A bit is set again even if it is already set: only the release of this store
+            // makes the written data visible to the thread that takes the bit.
             if let Some(word) = self.written.get((page / 64) as usize) {
                 word.fetch_or(bits, Ordering::AcqRel);
             }
@@ -49,7 +49,7 @@ impl RegionDirtyBitmap {
         }
     }
 
-    /// Takes and clears all dirty pages.
+    /// Adds all dirty pages to `ranges`, and clears their bits.
     pub(super) fn take(&self, ranges: &mut Vec<DirtyRange>) {
         for (index, word) in (0..).zip(&self.written) {
             let mut bits = word.swap(0, Ordering::AcqRel);
@@ -58,7 +58,7 @@ impl RegionDirtyBitmap {
                 let pages = (bits >> first).trailing_ones();
                 let page = index * 64 + u64::from(first);
                 push_range(ranges, self.gpa + page * PAGE_SIZE, u64::from(pages));
-                // All bits below the run are clear, so that the carry clears just the run.
+                // All bits below the run of set bits are clear, so the carry clears only the run.
                 bits = bits.wrapping_add(1 << first) & bits;
             }
         }

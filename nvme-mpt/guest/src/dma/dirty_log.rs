@@ -23,7 +23,7 @@ impl RegionTable {
         self.dirty.is_some()
     }
 
-    /// Notes a write of `len` bytes at a guest address. Bytes from the first one without memory on are ignored.
+    /// Notes a write of `len` bytes at a guest address. If the memory ends before, only the bytes up to its end are noted.
     pub fn mark_dirty(&self, gpa: Gpa, len: u64) {
         let Some(dirty) = &self.dirty else { return };
         let (mut at, mut rest) = (gpa.0, len);
@@ -39,7 +39,7 @@ impl RegionTable {
         }
     }
 
-    /// Notes a write of at most `len` bytes at an IOVA. Returns the noted bytes; 0 if this table has no memory there.
+    /// Notes a write of at most `len` bytes at an IOVA. Returns the number of noted bytes; 0 if this table has no memory there.
     pub fn mark_dirty_iova(&self, iova: u64, len: u64) -> u64 {
         let Some((gpa, mapped)) = self.iova_to_gpa(iova) else {
             return 0;
@@ -49,7 +49,7 @@ impl RegionTable {
         len
     }
 
-    /// Takes all dirty pages, in order of ascending guest addresses.
+    /// Adds all dirty pages to `ranges` in order of ascending guest addresses, and clears the log.
     pub(super) fn take_dirty(&self, ranges: &mut Vec<DirtyRange>) {
         for notes in self.dirty.iter().flat_map(SharedSortedMap::values) {
             notes.take(ranges);

@@ -40,7 +40,7 @@ pub enum DmaError {
     TooManyMappings {
         /// Name of the function.
         function: String,
-        /// Number of mappings that the VM's memory takes.
+        /// Number of mappings that the VM's memory has in the drive's IOMMU.
         taken: u64,
         /// Number of mappings that are left for all VMs together.
         left: u64,
@@ -57,7 +57,7 @@ pub enum DmaError {
         gpa: Gpa,
         /// Length of the region in bytes.
         len: u64,
-        /// Bytes that are left.
+        /// Bytes of address space that are left for files of the VM.
         left: u64,
     },
     /// A range to unmap cuts through a region.
@@ -117,7 +117,8 @@ pub enum DmaError {
         #[serde(with = "serde_forms::io_error")]
         source: io::Error,
     },
-    /// The memory is incomplete: its holder would fill missing pages on a page fault, but here they would read as zeros.
+    /// The memory is incomplete: the process that provides it would fill missing pages on a page fault, but through this
+    /// process's mapping they would read as zeros.
     #[error(
         "The memory of region {gpa}+{len:#x} is restored on demand (userfaultfd), and pages that are not there yet would \
          read as zeros: map it once it is complete, restore with all memory copied first, or give a function in the \

@@ -119,7 +119,7 @@ fn mapped_word(table: &RegionTable, gpa: Gpa) -> Option<MappedWord32> {
     MappedWord32::new(mapping, offset)
 }
 
-/// Notes a finished write in the dirty log, if the log is on.
+/// Notes a finished write in the dirty log, if the log is on. The write has `len` bytes at a guest address.
 fn log_write(table: &RegionTable, gpa: Gpa, len: u64) {
     if table.has_dirty_log() {
         table.mark_dirty(gpa, len);

@@ -32,10 +32,10 @@ use nvme_mpt_memory::file_system::is_memory_file;
 /// Kinds of files that may hold a VM's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MemoryKinds {
-    /// Memory of the kernel: memfd, tmpfs and hugetlbfs.
+    /// Memory of the kernel: memfd, tmpfs and hugetlbfs. A page fault waits for no file system.
     #[default]
     Resident,
-    /// Any file that can be mapped. Page faults may wait for its file system.
+    /// Any file that can be mapped. A page fault may wait for the file system.
     Any,
 }
 

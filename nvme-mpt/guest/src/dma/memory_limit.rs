@@ -14,12 +14,12 @@ use crate::adaptive::IommuShareRefusal;
 use crate::address::Gpa;
 use crate::memory_account::MemoryShortage;
 
-/// Maximum number of bytes that a function may have mapped if memory is pinned.
+/// Maximum number of bytes that a function may have mapped if an IOMMU pins the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryLimit {
     /// Limit in bytes, set by the operator.
     Configured(u64),
-    /// The host's total memory in bytes, without a limit by the operator.
+    /// The host's total memory in bytes, if the operator sets no limit.
     Host(u64),
 }
 
@@ -46,7 +46,7 @@ impl fmt::Display for MemoryLimit {
     }
 }
 
-/// Name and limit of a function.
+/// Name of a function, and its limit of mapped memory.
 #[derive(Clone, Debug)]
 pub(super) struct FunctionMemoryLimit {
     pub(super) function: String,
@@ -92,9 +92,9 @@ pub enum MemoryRefusal {
         function: String,
         /// Bytes of the region.
         asked: u64,
-        /// Bytes that the region lacks, or the part of it that was about to be allocated.
+        /// Bytes of the region that have no pages yet, or that had none in the part which was about to be allocated.
         missing: u64,
-        /// Memory that is left.
+        /// Available memory, and the amount that has to stay free.
         shortage: MemoryShortage,
     },
     /// The IOVAs are reserved for other functions.
@@ -129,9 +129,9 @@ impl MemoryRefusal {
         }
     }
 
-    /// Returns the error of mapping a region for this reason. It is an IOMMU error, because earlier releases know no other
-    /// variant for this case. Its kind `OutOfMemory` says that a retry may succeed once other functions have released
-    /// memory.
+    /// Returns the error for a region at `gpa` that is refused for this reason. It is an IOMMU error, because earlier releases
+    /// know no other variant for this case. Its kind `OutOfMemory` says that a retry may succeed once other functions have
+    /// released memory.
     pub(super) fn into_region_error(self, gpa: Gpa, len: u64) -> DmaError {
         let source = io::Error::new(io::ErrorKind::OutOfMemory, self);
         DmaError::Iommu { gpa, len, source }

@@ -96,7 +96,7 @@ const MAX_FILES: usize = 256;
 /// cannot exhaust it.
 const MAX_FILE_BYTES: u64 = 8 << 40;
 
-/// Memory that a VMM hands over.
+/// Region of guest memory that a VMM hands over to a function.
 #[derive(Debug)]
 pub struct MemoryRegion {
     /// Guest address.
@@ -152,13 +152,13 @@ pub struct PublishedTable {
     published: PublishedSnapshot<RegionTable>,
     users: Mutex<Vec<Arc<TableUser>>>,
     ongoing: OngoingChanges,
-    /// Regions and other state for changes, locked during a change. The regions stay mapped until the last user of this
-    /// table, such as a queue with commands in flight, has dropped the table.
+    /// Regions and other state for changes, locked during a change. This table keeps them mapped until its last user, such as a
+    /// queue with commands in flight, is gone.
     regions: Arc<Mutex<WindowRegions>>,
 }
 
-/// Unmaps the regions after the last user, even if a thread that [checks the memory](IovaSpace::find_shrunk_memory) still
-/// holds `regions`. So such a thread never has to unmap memory.
+/// Unmaps the regions after the last user of the table, even if a thread that [checks the
+/// memory](IovaSpace::find_shrunk_memory) still holds `regions`. So such a thread never has to unmap memory.
 impl Drop for PublishedTable {
     fn drop(&mut self) {
         let changes = std::mem::take(&mut *lock(&self.regions));
@@ -166,17 +166,17 @@ impl Drop for PublishedTable {
     }
 }
 
-/// Table with the registration of its user.
+/// Table of memory regions, with the registration of the user that has it.
 #[derive(Debug)]
 pub struct UsedTable {
-    /// Registration of the user.
+    /// Registration of the table's user, such as a shadow queue.
     pub table_use: TableUse,
     /// Table that was the current one at the registration.
     pub table: Arc<RegionTable>,
 }
 
 impl PublishedTable {
-    /// Returns whether the table of `generation` is the newest one. This takes one load. `PublishedSnapshot` describes when a
+    /// Returns whether the table of `generation` is still the newest one. This takes one load. `PublishedSnapshot` says when a
     /// poller must check.
     #[inline]
     pub fn is_newest(&self, generation: u64) -> bool {
@@ -188,10 +188,10 @@ impl PublishedTable {
         self.published.current()
     }
 
-    /// Registers a user of the current table with no commands in flight.
+    /// Registers a new user of the current table, which has no commands in flight. A change wakes its poller by `waker`.
     pub fn register(&self, waker: Arc<PollerWaker>) -> UsedTable {
         // The table is read under the users' lock. So a concurrent change either finds this user and waits for it, or is
-        // already in the table.
+        // already in the table that the user gets.
         let mut users = lock(&self.users);
         let table = self.current();
         let user = Arc::new(TableUser::new(table.generation(), waker));
@@ -208,8 +208,7 @@ impl PublishedTable {
         self.ongoing.last_change(now)
     }
 
-    /// Returns whether no user can still use the regions that were unmapped when the table of generation `departure` was
-    /// published.
+    /// Returns whether no user of the table can still use the memory of the pending unmap of generation `departure`.
     pub fn is_unmap_released(&self, departure: u64) -> bool {
         lock(&self.users)
             .iter()
@@ -222,7 +221,8 @@ impl PublishedTable {
         clock.wait(time, &mut |time| wait_for_release(&users, departure, time))
     }
 
-    /// Publishes the next table and returns its generation. The caller holds the lock of [`Self::regions`].
+    /// Publishes `table` as the newest one, with the pending unmaps of `changes`. Returns its generation. The caller holds the
+    /// lock of [`Self::regions`].
     fn publish(&self, changes: &WindowRegions, mut table: RegionTable) -> u64 {
         table.complete(changes.pending_unmaps.clone());
         let generation = table.generation();
@@ -233,7 +233,8 @@ impl PublishedTable {
 
 /// DMA window: the memory of one VM, whose regions may change while commands are in flight.
 ///
-/// A change may take seconds, because the IOMMU pins memory page by page. So no poller takes the lock for changes.
+/// A change may take seconds, because the IOMMU pins memory page by page. So pollers never take the lock that a change holds:
+/// they read the last published table.
 #[derive(Debug)]
 pub struct DmaWindow {
     space: Arc<IovaSpace>,
@@ -248,27 +249,27 @@ pub struct DmaWindow {
     holder: Mutex<MemoryHolder>,
 }
 
-/// State for changes of the memory, in addition to the current table.
+/// State of the memory that only changes of the memory use, beside the published table.
 #[derive(Debug, Default)]
 struct WindowRegions {
-    /// Regions by guest address, not overlapping.
+    /// Mapped regions by guest address, not overlapping.
     regions: BTreeMap<u64, Arc<MappedRegion>>,
     /// Bytes of all regions.
     mapped_bytes: u64,
-    /// IOVAs taken by regions and pending unmaps.
+    /// Bytes of IOVA space that regions and pending unmaps take.
     iova_bytes: Arc<AtomicU64>,
     /// Bytes that count against the function's limit: those of regions, and those of pending unmaps that the drive can still
     /// access.
     pinned_bytes: Arc<AtomicU64>,
-    /// Files of the regions, for use by further regions.
+    /// Files of the mapped regions. A further region in one of them uses the file's existing mapping.
     files: Vec<Weak<GuestFile>>,
-    /// Pending unmaps, until no user uses their memory.
+    /// Pending unmaps whose memory a user of the table may still use.
     pending_unmaps: Vec<Arc<PendingUnmap>>,
     /// Dirty pages of regions that were unmapped after the last [`DmaWindow::take_dirty_pages`].
     unmapped_dirty: Vec<DirtyRange>,
     /// Number of regions mapped so far.
     maps: u64,
-    /// True if a region was mapped that the old server did not leave mapped.
+    /// True if a region was mapped that the predecessor had not left mapped.
     has_new_regions: bool,
     /// Number of regions unmapped so far.
     unmaps: u64,
@@ -311,7 +312,7 @@ impl DmaWindow {
         Self { kinds, ..self }
     }
 
-    /// Sets the function's name. With an IOMMU, also sets the limit of its mapped memory.
+    /// Sets the function's name and, if the host controller has an IOMMU, the limit of its mapped memory.
     #[must_use]
     pub fn with_function(self, function: &str, limit: Option<MemoryLimit>) -> Self {
         let bounds = FunctionMemoryLimit {
@@ -335,7 +336,7 @@ impl DmaWindow {
         Self { account, ..self }
     }
 
-    /// Sets the record of memory that is being pinned.
+    /// Sets the record, outside of this process, in which the window notes memory while it is being pinned.
     #[must_use]
     pub fn with_pinning_record(self, record: Option<PinningRecord>) -> Self {
         Self {
@@ -349,12 +350,12 @@ impl DmaWindow {
         self.clock = clock;
     }
 
-    /// Returns the current table with its users. A shadow queue holds it.
+    /// Returns the published table with its users. A shadow queue holds this value, and adopts each new table from it.
     pub fn tables(&self) -> &Arc<PublishedTable> {
         &self.tables
     }
 
-    /// Locks the state for a change, and releases pending unmaps whose memory is not used any longer.
+    /// Locks the regions for a change. Also releases pending unmaps whose memory no user of a table can use any longer.
     fn lock_regions(&self) -> MutexGuard<'_, WindowRegions> {
         let mut changes = lock(&self.tables.regions);
         changes.pending_unmaps.retain(|departure| {
@@ -373,7 +374,7 @@ impl DmaWindow {
         self.tables.current()
     }
 
-    /// Maps a region. Commands that arrive after the call may use the region. Memory that its holder still fills by
+    /// Maps a region. Commands that arrive after the call may use the region. Memory whose pages are still being filled through
     /// userfaultfd is refused.
     ///
     /// # Errors
@@ -382,9 +383,9 @@ impl DmaWindow {
         self.check_and_map(memory, BudgetEntitlement::New)
     }
 
-    /// Maps memory that the function had mapped under the old server. The bytes count against the function's limit and the VM's
-    /// shares, but exceeding these is no error. Otherwise the VM could lose its drive because of a lower limit or of functions
-    /// that started later.
+    /// Maps memory that the function had mapped under the predecessor. The bytes count against the function's limit and the
+    /// VM's shares, but exceeding these is no error. Otherwise the VM could lose its drive because of a lower limit or of
+    /// functions that started later.
     ///
     /// # Errors
     /// As [`Self::map`].
@@ -392,7 +393,7 @@ impl DmaWindow {
         self.check_and_map(memory, BudgetEntitlement::Inherited)
     }
 
-    /// Maps memory that was mapped under the old server, as claimed by the VMM. If the IOMMU still maps this memory, the
+    /// Maps memory that was mapped under the predecessor, as the VMM claims. If the IOMMU still maps this memory, the
     /// function's limit and the VM's shares do not apply. Otherwise they apply, so a VMM gains nothing by a false claim.
     ///
     /// # Errors
@@ -429,8 +430,8 @@ impl DmaWindow {
         self.check_file_use(memory, |_| false)
     }
 
-    /// Checks as [`Self::check_region`] does. `is_through` returns whether the region would use the mapping of a given
-    /// file.
+    /// Checks the region's file as [`Self::check_region`] does. `is_through` returns whether the region would use the mapping
+    /// of a given file.
     fn check_file_use(
         &self,
         memory: &MemoryRegion,
@@ -456,7 +457,7 @@ impl DmaWindow {
         }
     }
 
-    /// Checks the kind of the file. This check comes first, because other calls on the file may block.
+    /// Checks that the window accepts files of this kind. This check comes first, because other calls on the file may block.
     fn check_kind(&self, memory: &MemoryRegion) -> Result<(), DmaError> {
         let fd = memory.fd.as_fd();
         if self.kinds.accepts(fd) {
@@ -588,7 +589,7 @@ impl DmaWindow {
         Ok(())
     }
 
-    /// Maps a region that was [found free](WindowRegions::check_free).
+    /// Maps a region whose guest addresses were [found free](WindowRegions::check_free).
     fn insert_region(
         &self,
         changes: &mut WindowRegions,
@@ -618,7 +619,7 @@ impl DmaWindow {
             function: &self.limit.function,
             place: &place.clone(),
         };
-        // The old server checked the limits for a mapping that it left, and the memory is still pinned.
+        // The predecessor checked the limits for a mapping that it left, and the memory is still pinned.
         let had = demand != BudgetEntitlement::New;
         let is_there = had && extent.is_inherited(&place) && !pinning.lacks_pages();
         if !is_there {
@@ -626,8 +627,8 @@ impl DmaWindow {
             let (memory, part) = (pinning.place.file.mapping(), pinning.place.mapping_range());
             self.space.unmap_stale(self.shares.owner, memory, &part);
         }
-        // Once new memory was mapped, the limits apply to claimed memory too, so that new and claimed memory together stay
-        // within them.
+        // Once new memory was mapped, the limits apply to claimed memory too. So new and claimed memory together stay within
+        // the limits.
         let is_bounded =
             !is_there || (demand == BudgetEntitlement::Claimed && changes.has_new_regions);
         let demand = match demand {
@@ -673,8 +674,8 @@ impl DmaWindow {
         Ok(())
     }
 
-    /// Counts the bytes of a region before it is mapped. Refuses the region if the function's limit would be exceeded, unless
-    /// the function had the memory under the old server.
+    /// Counts the bytes of a region before it is mapped. Refuses the region if the function would exceed its limit, except for
+    /// memory that the function had under the predecessor.
     fn count_pinned(
         &self,
         changes: &WindowRegions,
@@ -699,8 +700,8 @@ impl DmaWindow {
         }
     }
 
-    /// Publishes the current table with a new generation and wakes all users, so that they adopt state that changes with the
-    /// table.
+    /// Publishes the current table with a new generation and wakes all users. The users then adopt other state, which they read
+    /// with each new table.
     pub fn republish_table(&self) {
         let changes = self.lock_regions();
         self.tables.publish(&changes, self.next_table());
@@ -710,7 +711,7 @@ impl DmaWindow {
         }
     }
 
-    /// Returns a copy of the current table, to which the caller applies a change.
+    /// Returns a copy of the current table, to which the caller applies its change.
     fn next_table(&self) -> RegionTable {
         RegionTable::clone(&self.table())
     }
@@ -774,7 +775,7 @@ impl DmaWindow {
         let left = self
             .tables
             .wait_for_release(departure.generation(), &*self.clock, time);
-        // Taken after the wait, so that writes of in-flight commands are included.
+        // The dirty pages are taken after the wait, so that writes of in-flight commands are included.
         departure.take_dirty(&mut lock(&self.tables.regions).unmapped_dirty);
         if !left {
             return Err(DmaError::Busy { gpa, len });
@@ -836,7 +837,7 @@ impl WindowRegions {
         }
     }
 
-    /// Checks that a region may be mapped at `gpa..gpa+len`.
+    /// Checks that no region overlaps `gpa..gpa+len`, and that the VM may have one more region.
     fn check_free(&self, gpa: u64, len: u64) -> Result<(), DmaError> {
         if self.regions.len() >= MAX_REGIONS {
             return Err(DmaError::TooManyRegions);
@@ -847,8 +848,8 @@ impl WindowRegions {
         is_free.then_some(()).ok_or(DmaError::Overlap { gpa, len })
     }
 
-    /// Returns the extent of an adjacent region, if the extent has spare IOVAs for `place`. IOVAs of a pending unmap are not
-    /// spare, because in-flight commands still use them.
+    /// Returns the IOVA extent of an adjacent region, if the extent has spare IOVAs for `place`. IOVAs of a pending unmap are
+    /// not spare, because in-flight commands still use them.
     fn find_extent(&self, place: &GuestMemoryPart) -> Option<Arc<IovaExtent>> {
         let before = self.regions.range(..place.gpa).next_back();
         let next = self.regions.range(place.gpa..).next();
@@ -861,14 +862,14 @@ impl WindowRegions {
         extents.find(is_free).cloned()
     }
 
-    /// Returns whether a pending unmap is still mapped for the drive at any of these IOVAs.
+    /// Returns whether the drive can still access memory of a pending unmap at any of these `len` bytes of IOVA space.
     fn is_unmap_pending(&self, iova: u64, len: u64) -> bool {
         let mut departures = self.pending_unmaps.iter();
         departures.any(|departure| departure.overlaps_iova(iova, len))
     }
 
-    /// Returns the number of spare IOVAs that the VM may take, beyond those of its mapped memory. All IOVAs of the VM are
-    /// at most twice its mapped memory.
+    /// Returns the bytes of spare IOVAs that the VM may take, beyond those of its mapped memory. All IOVAs of the VM are at
+    /// most twice its mapped memory.
     fn spare_iovas(&self) -> u64 {
         let taken = self.iova_bytes.load(Ordering::Relaxed);
         self.mapped_bytes.saturating_mul(2).saturating_sub(taken)
@@ -876,7 +877,7 @@ impl WindowRegions {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The state under these locks is replaced as a whole, so a panic never leaves it half changed.
+    // The state under this lock is replaced as a whole, so a panic never leaves it half changed.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

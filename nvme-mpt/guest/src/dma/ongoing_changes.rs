@@ -11,18 +11,18 @@ use nvme_mpt_memory::clock::Ticks;
 /// last memory change.
 const UNMAPPED_MAX: Duration = Duration::from_secs(1);
 
-/// Time after which a queue fails if the memory of its rings stays unmapped, even if the VMM makes other changes meanwhile:
-/// the command timeout of drivers.
+/// Time after which a queue fails if the memory of its rings stays unmapped, even if the VMM keeps changing other memory
+/// meanwhile. It is the usual command timeout of drivers.
 const UNMAPPED_TOTAL_MAX: Duration = Duration::from_secs(30);
 
-/// Returns whether a queue fails because the memory of its rings is unmapped. `gone` is the time since the memory was
-/// unmapped, and `quiet` the time since the last change of the VM's memory ended.
+/// Returns whether a queue has to fail because the memory of its rings is unmapped. `gone` is the time since that memory was
+/// unmapped, and `quiet` the time since the last change of any memory of the VM ended.
 #[must_use]
 pub fn is_unmapped_too_long(gone: Duration, quiet: Duration) -> bool {
     gone.min(quiet) > UNMAPPED_MAX || gone > UNMAPPED_TOTAL_MAX
 }
 
-/// Number of changes in progress, and time at which the last one ended.
+/// Number of changes of a VM's memory in progress, and time at which the last change ended.
 #[derive(Debug, Default)]
 pub(super) struct OngoingChanges {
     count: AtomicUsize,
@@ -30,7 +30,7 @@ pub(super) struct OngoingChanges {
 }
 
 impl OngoingChanges {
-    /// Starts a change, which ends when the result is dropped.
+    /// Starts a change of the memory, which ends when the result is dropped.
     pub(super) fn begin(&self) -> OngoingChange<'_> {
         self.count.fetch_add(1, Ordering::Relaxed);
         OngoingChange(self)
@@ -45,7 +45,7 @@ impl OngoingChanges {
     }
 }
 
-/// A change in progress.
+/// A change of the memory in progress.
 #[derive(Debug)]
 pub(super) struct OngoingChange<'a>(&'a OngoingChanges);
 

@@ -9,30 +9,30 @@ use super::lock;
 use super::region::MappedRegion;
 use crate::address::Gpa;
 
-/// Regions unmapped by one change.
+/// Pending unmap: regions that one change has unmapped, while commands in flight may still use them.
 ///
 /// The memory stays mapped for this process and for the drive until its release.
 #[derive(Debug)]
 pub struct PendingUnmap {
     generation: u64,
-    /// Regions sorted by IOVA, not overlapping.
+    /// Unmapped regions sorted by IOVA, not overlapping.
     parts: Vec<UnmappedPart>,
     regions: Mutex<Vec<Arc<MappedRegion>>>,
 }
 
-/// Address range of one region.
+/// Address range of one unmapped region.
 #[derive(Debug)]
 struct UnmappedPart {
     iova: u64,
     gpa: u64,
     len: u64,
-    /// Dirty pages, if the dirty log is on.
+    /// Dirty pages of the region, if the dirty log is on.
     dirty: Option<Arc<RegionDirtyBitmap>>,
 }
 
 impl PendingUnmap {
-    /// Creates a pending unmap of regions, each with its dirty bitmap if the dirty log is on. `generation` is the generation of
-    /// the first table without the regions.
+    /// Creates a pending unmap of regions, each with its dirty bitmap if the dirty log is on. `generation` is the number of the
+    /// first table that does not have the regions.
     pub(super) fn new(
         generation: u64,
         regions: impl Iterator<Item = (Arc<MappedRegion>, Option<Arc<RegionDirtyBitmap>>)>,
@@ -55,12 +55,12 @@ impl PendingUnmap {
         }
     }
 
-    /// Returns the generation of the first table without the regions.
+    /// Returns the number of the first table that does not have the regions.
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// Returns the last part that starts before an IOVA.
+    /// Returns the last region that starts before an IOVA.
     fn last_part_before(&self, iova: u64) -> Option<&UnmappedPart> {
         let after = self.parts.partition_point(|part| part.iova < iova);
         self.parts.get(after.checked_sub(1)?)
@@ -82,8 +82,8 @@ impl PendingUnmap {
         self.parts.iter().any(overlaps)
     }
 
-    /// Notes a write of at most `len` bytes at an IOVA in the dirty log. Returns the number of noted bytes, which lie in
-    /// one region; 0 if no region has the IOVA.
+    /// Notes a write of at most `len` bytes at an IOVA in the dirty log. Returns the number of noted bytes, which all lie in
+    /// one region; 0 if the IOVA is in none of the regions.
     pub fn mark_dirty_iova(&self, iova: u64, len: u64) -> u64 {
         let part = self.last_part_before(iova.saturating_add(1));
         let Some(part) = part.filter(|part| iova - part.iova < part.len) else {
@@ -97,7 +97,7 @@ impl PendingUnmap {
         len
     }
 
-    /// Takes the dirty pages of all regions, in order of ascending guest addresses.
+    /// Adds the dirty pages of all regions to `ranges`, in order of ascending guest addresses, and clears them.
     pub(super) fn take_dirty(&self, ranges: &mut Vec<DirtyRange>) {
         let notes = self.parts.iter().filter_map(|part| part.dirty.as_ref());
         let mut notes: Vec<_> = notes.collect();
@@ -107,8 +107,8 @@ impl PendingUnmap {
         }
     }
 
-    /// Unmaps the memory after its last use. On return, the drive cannot access the memory, even if another thread runs the
-    /// release.
+    /// Unmaps the memory after its last use. On return, the drive cannot access the memory, even if another thread runs this
+    /// function at the same time.
     pub(super) fn release(&self) {
         lock(&self.regions).clear();
     }

@@ -26,7 +26,7 @@ use super::region::GuestFile;
 use super::{WindowRegions, lock};
 use crate::iova::PinnedMemory;
 
-/// File of which parts are mapped.
+/// File with guest memory, parts of which are mapped and pinned.
 struct PinnedFile {
     file: Arc<GuestFile>,
     /// Mapped parts of the file, as byte ranges that do not overlap.
@@ -35,12 +35,13 @@ struct PinnedFile {
 
 impl PinnedMemory for Mutex<WindowRegions> {
     fn has_shrunk(&self) -> bool {
-        // A thread that pins memory holds the lock for long. The next check follows soon.
+        // A thread that pins memory holds the lock for long, and the next check follows soon. So this check is skipped.
         let Some(changes) = try_lock(self) else {
             return false;
         };
         let files = changes.files.iter().filter_map(Weak::upgrade);
-        // All files are checked, even after one that has shrunk, because each check updates the file's count.
+        // All files are checked, even after one that has shrunk, because each check updates the file's count of allocated
+        // bytes.
         let shrunk = files.filter(|file| !file.mapping().is_lost() && file.has_shrunk());
         let shrunk: Vec<_> = shrunk.collect();
         shrunk.iter().for_each(|file| file.force_recheck());
@@ -53,7 +54,7 @@ impl PinnedMemory for Mutex<WindowRegions> {
             return;
         };
         for PinnedFile { file, ranges } in files {
-            // This check comes before that of the pages. So the next check finds pages that are freed from now on.
+            // The file's size is checked before its pages. So the next check finds pages that are freed from now on.
             let shrunk = file.has_shrunk();
             if shrunk && lacks_pages(file.file(), &ranges).unwrap_or(false) {
                 recheck_file(self, &file);
@@ -79,8 +80,8 @@ fn pinned_files(changes: &Mutex<WindowRegions>) -> Option<Vec<PinnedFile>> {
     Some(with_ranges.collect())
 }
 
-/// Checks a file with missing pages again, under the lock. In the first check, the pages may have been unmapped before they
-/// were freed.
+/// Checks a file with missing pages again, under the lock of the regions. In the first check, the pages may have been unmapped
+/// before they were freed.
 fn recheck_file(changes: &Mutex<WindowRegions>, file: &Arc<GuestFile>) {
     // The lock prevents unmapping during the check.
     let Some(changes) = try_lock(changes) else {

@@ -9,7 +9,7 @@
 //! the file can compensate for missing ones, and pages in swap count as present. If one of these cases leads to an OOM kill,
 //! the pinning record names the function: it lists each region of more than a few MiB until the region is pinned.
 //!
-//! Memory that the old server left mapped has all its pages. If a page is missing, the VMM has freed it, and the IOMMU has the
+//! Memory that the predecessor left mapped has all its pages. If a page is missing, the VMM has freed it, and the IOMMU has the
 //! old page; the memory is then mapped again.
 //!
 //! If a step is refused, pages allocated so far stay in the VMM's file, because the VMM may have written to them. The VMM frees
@@ -29,17 +29,17 @@ use crate::memory_account::{
     MemoryAccount, MemoryPromise, MemoryShortage, OngoingPinning, PinningRecord, RESERVE_USE_MAX,
 };
 
-/// Bytes to allocate between two checks of the free memory.
+/// Bytes of missing pages to allocate between two checks of the free memory.
 const ALLOCATION_STEP: u64 = 256 << 20;
 
-/// Largest region whose pages are counted at once, in bytes. For a larger region, a count of all pages takes longer than
-/// the host's memory statistics stay valid.
+/// Largest region, in bytes, whose missing pages are always counted exactly. For a larger region, a count takes longer than the
+/// host's memory statistics stay valid.
 const EXACT_COUNT_MAX: u64 = 2 << 20;
 
-/// Maximum number of bytes to pin between two counts of missing pages.
+/// Maximum bytes of a piece of a region that is pinned by one call. Missing pages are counted before each piece.
 const PIN_CHUNK: u64 = 1 << 30;
 
-/// Memory of a region that is about to be pinned.
+/// Region that is about to be pinned, and the account and function for which its missing pages are allocated.
 #[derive(Debug)]
 pub(super) struct RegionPinning<'a> {
     pub(super) space: &'a IovaSpace,
@@ -56,7 +56,7 @@ pub(super) struct PreparedPinning<'a> {
     finder: OnceCell<Option<PageFinder>>,
     promise: MemoryPromise,
     ongoing: Option<OngoingPinning<'a>>,
-    /// Missing bytes of the part that is being pinned.
+    /// Missing bytes of the piece that is being pinned.
     pending_bytes: u64,
 }
 
@@ -70,7 +70,7 @@ impl<'a> RegionPinning<'a> {
         &'a self,
         record: Option<&'a PinningRecord>,
     ) -> Result<Option<PreparedPinning<'a>>, MemoryRefusal> {
-        // Page faults of a VMM's own mapping may be resolved by the VMM.
+        // A VMM may resolve page faults in its own mapping, so missing pages there are not allocated.
         if !self.space.has_iommu() || self.place.file.mapping().is_borrowed() {
             return Ok(None);
         }
@@ -94,7 +94,7 @@ impl<'a> RegionPinning<'a> {
         Ok(Some(prepared))
     }
 
-    /// Returns whether a page of the region may be missing. If the file has no hole, the pages themselves are not checked.
+    /// Returns whether a page of the region may be missing. If the file has no hole, no single page is checked.
     pub(super) fn lacks_pages(&self) -> bool {
         may_lack_pages(self.place.file.file(), &self.place.file_range()).unwrap_or(true)
     }
@@ -116,7 +116,7 @@ impl<'a> RegionPinning<'a> {
         }
     }
 
-    /// Returns the steps of the region, each as a range in the file and in its mapping.
+    /// Returns the region in steps of [`ALLOCATION_STEP`], each as a range in the file and in its mapping.
     fn steps(&self) -> impl Iterator<Item = (Range<u64>, Range<usize>)> {
         let (all, part) = (self.place.file_range(), self.place.mapping_range());
         let starts = (0..self.place.len).step_by(ALLOCATION_STEP as usize);
@@ -141,7 +141,7 @@ impl PreparedPinning<'_> {
             false => most,
         };
         let mut promised = self.promise.extend_to(missing);
-        // This upper bound may be far above the number of missing bytes, so the bytes are counted.
+        // The upper bound was refused, but may be far above the number of missing bytes. So the bytes are counted.
         if promised.is_err() && !is_small {
             missing = self.count_missing(&all, most);
             promised = self.promise.extend_to(missing);
@@ -150,7 +150,7 @@ impl PreparedPinning<'_> {
         Ok(missing)
     }
 
-    /// Records that `bytes` bytes are being pinned.
+    /// Notes in the pinning record that `bytes` bytes are being pinned.
     fn begin_pinning(&mut self, bytes: u64) {
         if bytes > 0 && self.ongoing.is_none() {
             let account = self.pinning.account;
@@ -158,7 +158,7 @@ impl PreparedPinning<'_> {
         }
     }
 
-    /// Allocates missing pages step by step.
+    /// Allocates the region's missing pages step by step, after a check of the free memory for each step.
     fn allocate_pages(&mut self) -> Result<(), MemoryRefusal> {
         let RegionPinning { space, place, .. } = self.pinning;
         for (step, part) in self.pinning.steps() {
@@ -172,8 +172,8 @@ impl PreparedPinning<'_> {
             let covered = self.promise.extend_to(missing);
             covered.map_err(|shortage| self.pinning.refusal(missing, shortage))?;
             if let Err(error) = space.allocate_pages(place.file.mapping(), part) {
-                // The IOMMU then allocates the pages itself; if it cannot, its error says more. The reservation lasts until
-                // all pages are pinned.
+                // The IOMMU allocates the missing pages when it pins them; if it cannot, its error says more. The reservation
+                // lasts until all pages are pinned.
                 let function = self.pinning.function;
                 log::debug!("Cannot allocate memory of function {function} in advance: {error}");
                 break;
@@ -205,7 +205,7 @@ impl PreparedPinning<'_> {
         Ok(())
     }
 
-    /// Ends the pinning after all pages are pinned.
+    /// Ends the reservation and the record, after all pages are pinned.
     pub(super) fn end(mut self) {
         self.promise.note_taken(self.pending_bytes);
     }
@@ -303,7 +303,7 @@ mod tests {
         crate::leaked::leak(window);
         let calls = iommu.seen.lock().unwrap().len();
 
-        // A VMM's claim that memory was mapped is believed only if it is true.
+        // A VMM may claim that the predecessor had mapped its memory. The claim is believed only if it is true.
         for map in [DmaWindow::map_persisted, DmaWindow::map_claimed] {
             let next = IovaSpace::with_iommu(iommu.clone(), &usable);
             let next = Arc::new(next.with_inherited(left.clone()).unwrap());

@@ -25,7 +25,7 @@ const FILES: usize = 2;
 #[derive(Debug, Default)]
 struct WindowTestIommu {
     maps: Mutex<BTreeMap<u64, (u64, usize)>>,
-    /// True if every unmapping fails.
+    /// True if the IOMMU fails to unmap anything.
     keeps_all: AtomicBool,
 }
 
@@ -86,7 +86,7 @@ enum WindowTestStep {
         page: u64,
         count: u64,
         file: usize,
-        /// First page of the file part to map.
+        /// Number of the first page in the file to map.
         from: u64,
         writable: bool,
     },
@@ -112,7 +112,8 @@ fn step() -> impl Strategy<Value = WindowTestStep> {
     prop_oneof![3 => map, 1 => unmap]
 }
 
-/// Page of the model: the number of its mapping, its place in a file, and its rights.
+/// Guest page in the model of the window: the number of the mapping that it belongs to, its place in a file, and its access
+/// rights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct WindowTestPage {
     mapping: usize,
@@ -129,7 +130,7 @@ struct WindowTest {
     model: BTreeMap<u64, WindowTestPage>,
 }
 
-/// Returns the stamp of a page of a file.
+/// Returns the content that marks a page of a file.
 fn stamp(file: usize, page: u64) -> [u8; 2] {
     [file as u8 + 1, page as u8]
 }

@@ -17,7 +17,7 @@ pub(super) struct PublishedSnapshot<T> {
 }
 
 impl<T> PublishedSnapshot<T> {
-    /// Creates generation 0.
+    /// Creates the snapshot `value` as generation 0.
     pub(super) fn new(value: Arc<T>) -> Self {
         Self {
             generation: AtomicU64::new(0),
@@ -31,9 +31,9 @@ impl<T> PublishedSnapshot<T> {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// Returns the newest snapshot. Its generation is at least the result of an earlier `generation` call.
+    /// Returns the newest snapshot. It is at least as new as the result of an earlier [`Self::generation`] call.
     pub(super) fn current(&self) -> Arc<T> {
-        // Both here and in `publish`, the lock is held only while a pointer is copied.
+        // This function and `publish` hold the lock only while they copy a pointer.
         let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         current.clone()
     }
@@ -59,8 +59,9 @@ mod loom_models {
     /// Snapshot of the memory map: true if the memory is mapped.
     type MemorySnapshot = bool;
 
-    /// A VMM maps memory, then its guest submits a command that uses it. The poller adopts snapshots at the start of its pass,
-    /// and checks again if `asks_again` is set. The model asserts that the command finds the memory mapped.
+    /// Models a VMM that maps memory, and its guest that then submits a command which uses the memory. The poller adopts
+    /// snapshots at the start of its pass, and once more after it found the command if `asks_again` is set. The model asserts
+    /// that the command finds the memory mapped.
     fn command_on_new_memory(asks_again: bool) {
         loom::model(move || {
             let published =
@@ -99,7 +100,8 @@ mod loom_models {
         command_on_new_memory(true);
     }
 
-    /// A poller that does not check again loses a command. This test proves that the model above can fail.
+    /// If the poller does not check for a newer snapshot again, a command finds its memory unmapped. This shows that the model
+    /// above can fail.
     #[test]
     #[should_panic(expected = "finds its memory mapped")]
     fn a_poller_that_does_not_ask_again_misses_it() {

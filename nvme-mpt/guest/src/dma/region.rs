@@ -19,12 +19,12 @@ use crate::iova::{
     VmShares,
 };
 
-/// File with memory of a VM, mapped into this process as a whole. So regions that are adjacent in the file are also
-/// adjacent in the address space. The VM can use only the regions in the region table. If the file is larger than the
-/// address space that the VM may still take, each region has its own `GuestFile`.
+/// File with memory of a VM, mapped into this process as a whole. So regions that are adjacent in the file are also adjacent in
+/// the address space. The VM can use only the regions in the region table. If the file is larger than the address space that is
+/// left for the VM's files, each region has a `GuestFile` of its own.
 #[derive(Debug)]
 pub(super) struct GuestFile {
-    /// Device and inode numbers.
+    /// Device and inode numbers of the file.
     id: (u64, u64),
     /// Offset in the file at which the mapping starts, in bytes.
     start: u64,
@@ -36,8 +36,8 @@ pub(super) struct GuestFile {
 }
 
 impl GuestFile {
-    /// Returns the entry of `known` for the file of `fd`, or maps the file into at most `room` bytes of address space. Returns
-    /// `None` if the file needs more than `room` bytes.
+    /// Returns the entry of `known` that maps these bytes of the file of `fd`. If there is none, maps the whole file, or only
+    /// these bytes if the file is larger than `room` bytes of address space. Returns `None` if even these bytes need more.
     pub(super) fn find_or_map(
         known: &[Arc<Self>],
         fd: OwnedFd,
@@ -82,8 +82,8 @@ impl GuestFile {
         })))
     }
 
-    /// Returns the entry of `known` for a VMM's own mapping in this process, or a new entry. Regions in one mapping share the
-    /// entry.
+    /// Returns the entry of `known` for a VMM's own mapping in this process, or a new entry. All regions in one mapping share
+    /// one entry.
     pub(super) fn find_or_borrow(
         known: &[Arc<Self>],
         fd: OwnedFd,
@@ -117,8 +117,8 @@ impl GuestFile {
 
     /// Returns whether the mapping covers this part of the file with this access.
     fn covers(&self, offset: u64, len: usize, access: MappingAccess) -> bool {
-        // A mapping that lost pages to a truncation has replacement pages, which differ from the pages of a file that has
-        // grown again.
+        // A mapping that lost pages to a truncation has replacement pages. If the file grows again, its pages differ from the
+        // replacement pages.
         self.mapping.access() == access
             && !self.mapping.is_lost()
             && self.offset_of(offset, len).is_some()
@@ -168,7 +168,8 @@ impl GuestFile {
         self.allocated.store(u64::MAX, Ordering::Relaxed);
     }
 
-    /// Returns the offset in the mapping of the file's bytes at `offset`, if the mapping covers all `len` bytes.
+    /// Returns the offset in the mapping of the `len` bytes at `offset` in the file; `None` if the mapping does not cover all
+    /// of them.
     pub(super) fn offset_of(&self, offset: u64, len: usize) -> Option<u64> {
         let at = offset.checked_sub(self.start)?;
         self.mapping.bytes(usize::try_from(at).ok()?, len)?;
@@ -183,14 +184,14 @@ impl GuestFile {
 /// Part of a VM's memory, with its guest address and its location in the file.
 #[derive(Clone, Debug)]
 pub(super) struct GuestMemoryPart {
-    /// Guest address.
+    /// Guest address of the part.
     pub(super) gpa: u64,
     /// Length in bytes.
     pub(super) len: u64,
     /// A device's rights to read and to write the memory, indexed by [`DmaDirection`](super::DmaDirection).
     pub(super) rights: [bool; 2],
     pub(super) file: Arc<GuestFile>,
-    /// Offset in the file's mapping.
+    /// Offset of the part in the file's mapping.
     pub(super) offset: u64,
 }
 
@@ -219,13 +220,12 @@ impl GuestMemoryPart {
         self.offset as usize..(self.offset + self.len) as usize
     }
 
-    /// Returns the part's last guest address.
+    /// Returns the guest address of the part's last byte.
     pub(super) fn last_gpa(&self) -> u64 {
         self.gpa + (self.len - 1)
     }
 
-    /// Returns whether `inner` lies in this part, both in guest memory and in the file, at the same distance from the
-    /// start.
+    /// Returns whether `inner` lies in this part, at the same distance from the part's start in guest memory and in the file.
     fn contains(&self, inner: &Self) -> bool {
         let from_start = inner.gpa.wrapping_sub(self.gpa);
         Arc::ptr_eq(&self.file, &inner.file)
@@ -236,19 +236,19 @@ impl GuestMemoryPart {
     }
 }
 
-/// Range of IOVA space for a part of a VM's memory, mapped at least partly. Regions in it keep the distances of their guest
-/// addresses.
+/// Range of IOVA space for memory of a VM. At least a part of the range is mapped. Regions in it have the same distances in
+/// IOVA space as in guest memory.
 #[derive(Debug)]
 pub(super) struct IovaExtent {
     place: GuestMemoryPart,
     iova: Arc<IovaRange>,
-    /// Bytes of all extents of the VM.
+    /// Bytes of IOVA space in all extents of the VM.
     taken: Arc<AtomicU64>,
 }
 
 impl IovaExtent {
-    /// Allocates IOVAs for `place` from the VM's share, as justified by `demand`. Also takes up to `spare` IOVAs for the
-    /// following bytes of the file, if the budget's rule allows that. `taken` counts both.
+    /// Allocates IOVAs for `place` from the VM's share. `demand` says why the VM may have them. Also takes up to `spare` bytes
+    /// of IOVAs for the following bytes of the file, if the budget's rule allows that. `taken` counts both.
     pub(super) fn new(
         space: &Arc<IovaSpace>,
         vm: &VmShares,
@@ -281,18 +281,18 @@ impl IovaExtent {
         }))
     }
 
-    /// Returns the first IOVA for a place, if the extent has IOVAs for it.
+    /// Returns the first IOVA for a place; `None` if the extent does not contain the IOVAs for it.
     pub(super) fn find_iova(&self, place: &GuestMemoryPart) -> Option<u64> {
         let has_it = self.place.contains(place) && !self.iova.is_stuck();
         has_it.then(|| self.first_iova(place))
     }
 
-    /// Returns the first IOVA of a place in this extent.
+    /// Returns the first IOVA of a place, which must lie in this extent.
     fn first_iova(&self, place: &GuestMemoryPart) -> u64 {
         self.iova.start() + (place.gpa - self.place.gpa)
     }
 
-    /// Returns whether the old server left the place mapped. The place must lie in this extent.
+    /// Returns whether the predecessor left the place mapped. The place must lie in this extent.
     pub(super) fn is_inherited(&self, place: &GuestMemoryPart) -> bool {
         let (iova, memory) = (self.first_iova(place), &place.file.mapping);
         self.iova.is_inherited(iova, memory, &place.mapping_range())
@@ -300,14 +300,14 @@ impl IovaExtent {
 }
 
 impl IovaExtent {
-    /// Unmaps what the old server left mapped at the IOVAs of `place`, before `place` is mapped there.
+    /// Unmaps the mappings of the predecessor at the IOVAs of `place`, before `place` is mapped there.
     pub(super) fn unmap_inherited(&self, place: &GuestMemoryPart) {
         if let Some(iova) = self.find_iova(place) {
             self.iova.unmap_inherited(iova..iova + place.len);
         }
     }
 
-    /// Unmaps those mappings of the old server in this extent that no region has taken over.
+    /// Unmaps those mappings of the predecessor in this extent that no region has taken over.
     pub(super) fn end_inheritance(&self) {
         let start = self.iova.start();
         self.iova.unmap_inherited(start..start + self.place.len);
@@ -323,14 +323,15 @@ impl Drop for IovaExtent {
 /// Part of a VM's memory that its VMM has mapped and can unmap.
 #[derive(Debug)]
 pub(super) struct MappedRegion {
-    /// Mapping for the drive. The first field, so that the drive's mapping ends before the memory is unmapped.
+    /// Mapping for the drive. It is the first field, so that it is dropped (and the drive's access ends) before the memory is
+    /// unmapped.
     part: IovaPart,
     pub(super) place: GuestMemoryPart,
     pub(super) extent: Arc<IovaExtent>,
     _pinned: MappedByteCount,
 }
 
-/// Bytes that count as mapped until this is dropped.
+/// Bytes that count against the function's limit of mapped memory until this is dropped.
 #[derive(Debug)]
 pub(super) struct MappedByteCount {
     count: Arc<AtomicU64>,
@@ -352,8 +353,8 @@ impl Drop for MappedByteCount {
 }
 
 impl MappedRegion {
-    /// Maps `place` for the host controller at its IOVAs in `extent`, which must contain it. `before` is called for each part
-    /// before the part is pinned, and may refuse it.
+    /// Maps `place` for the host controller at its IOVAs in `extent`, which must contain it. `before` is called before each
+    /// piece of it is pinned, and may refuse the piece.
     pub(super) fn new(
         place: GuestMemoryPart,
         extent: Arc<IovaExtent>,
@@ -376,7 +377,7 @@ impl MappedRegion {
         })
     }
 
-    /// Returns the first IOVA.
+    /// Returns the IOVA of the region's first byte.
     pub(super) fn iova(&self) -> u64 {
         self.part.start()
     }

@@ -10,13 +10,14 @@ use super::region::{GuestMemoryPart, MappedRegion};
 use super::sorted_map::SharedSortedMap;
 use crate::address::{Gpa, Iova};
 
-/// Regions that are adjacent in guest memory, in this process's address space and in the IOVA space. Translation treats
+/// Run: regions that are adjacent in guest memory, in this process's address space and in the IOVA space. Translation treats
 /// them as one.
 #[derive(Clone, Debug)]
 pub(super) struct RegionRun {
     gpa: u64,
     len: u64,
-    /// Bytes that a device may read and write, indexed by `DmaDirection`: `len` or 0.
+    /// Number of bytes, from the run's start, that a device may read and write, indexed by `DmaDirection`: the run's length, or
+    /// 0 without the right.
     limits: [u64; 2],
     iova: u64,
     mapping: Arc<Mapping>,
@@ -27,9 +28,9 @@ pub(super) struct RegionRun {
 /// Direction of a data transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DmaDirection {
-    /// From the guest's memory to the drive.
+    /// From the guest's memory to the drive, as for a Write command.
     FromGuest = 0,
-    /// From the drive to the guest's memory.
+    /// From the drive to the guest's memory, as for a Read command.
     ToGuest = 1,
 }
 
@@ -75,7 +76,7 @@ impl RegionRun {
         }
     }
 
-    /// Returns one run for this run and the run `next` that [follows](Self::is_followed_by) it.
+    /// Joins this run and the run `next` that [follows](Self::is_followed_by) it.
     fn join(&self, next: &Self) -> Self {
         let len = self.len + next.len;
         Self {
@@ -118,16 +119,17 @@ fn offset_of(
     (offset < limit && len <= limit - offset).then_some(offset)
 }
 
-/// Maximum number of runs for the array of a table. Most VMs have fewer, and an array is searched faster.
+/// Maximum number of runs for which a table has an array. Most VMs have fewer runs, and an array is searched faster than the
+/// map.
 const ARRAY_RUNS_MAX: usize = 64;
 
-/// Snapshot of a VM's memory map.
+/// Snapshot of a VM's memory map, as runs of adjacent regions.
 ///
 /// The table does not keep the memory mapped: the window does, until none of the window's users has the table.
 #[derive(Clone, Debug, Default)]
 pub struct RegionTable {
     generation: u64,
-    /// All runs by guest address, not overlapping, if there are at most [`ARRAY_RUNS_MAX`]; else empty.
+    /// All runs by guest address, not overlapping, if there are at most [`ARRAY_RUNS_MAX`]; empty if there are more.
     array: Vec<RegionRun>,
     by_gpa: SharedSortedMap<Arc<RegionRun>>,
     by_iova: SharedSortedMap<Arc<RegionRun>>,
@@ -142,18 +144,18 @@ pub struct RegionTable {
 pub struct RunPages {
     /// Guest address of the first page.
     pub first: u64,
-    /// Offset of the last byte.
+    /// Offset of the last byte of the run from its first page.
     pub last_byte: u64,
     /// IOVA of the first page.
     pub iova: u64,
 }
 
-/// Index of the run found by the last lookup, which the next lookup tries first.
+/// Index of the run found by the last lookup. The next lookup tries this run first.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RegionHint(usize);
 
-/// Copy of the run found by the last lookup, for translation to IOVAs. It is valid for one table; another table needs a
-/// new hint.
+/// Copy of the run found by the last lookup, for translating guest addresses to IOVAs. It is valid for one table; another table
+/// needs a new hint.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct IovaHint {
     gpa: u64,
@@ -181,7 +183,7 @@ impl IovaHint {
 }
 
 impl RegionTable {
-    /// Completes the table of a change: increments the generation and sets the pending unmaps.
+    /// Completes the table after a change: increments its generation and sets its pending unmaps.
     pub(super) fn complete(&mut self, departures: Vec<Arc<PendingUnmap>>) {
         self.generation += 1;
         self.pending_unmaps = departures;
@@ -206,7 +208,7 @@ impl RegionTable {
         self.by_iova.remove(run.iova);
     }
 
-    /// Adds a region that does not overlap others.
+    /// Adds a region that does not overlap any region of the table.
     pub(super) fn add_region(&mut self, region: &MappedRegion) {
         let mut run = RegionRun::new(region);
         let before = self.by_gpa.get_at_or_before(run.gpa);
@@ -227,7 +229,7 @@ impl RegionTable {
         }
     }
 
-    /// Removes a region. Returns its dirty pages.
+    /// Removes a region. Returns its dirty bitmap, if the dirty log is on.
     pub(super) fn remove_region(
         &mut self,
         region: &MappedRegion,
@@ -245,8 +247,7 @@ impl RegionTable {
         self.dirty.as_mut()?.remove(place.gpa)
     }
 
-    /// Returns the pending unmaps of later generations than `generation`: all whose memory a user of that older table may
-    /// still use.
+    /// Returns the pending unmaps of generations after `generation`: all whose memory a user of that older table may still use.
     pub fn pending_unmaps_since(
         &self,
         generation: u64,
@@ -255,7 +256,7 @@ impl RegionTable {
         departures.filter(move |departure| departure.generation() > generation)
     }
 
-    /// Returns the generation of the snapshot. Each change of the window increments it.
+    /// Returns the number of the snapshot, which each change of the window increments.
     #[must_use]
     #[inline]
     pub fn generation(&self) -> u64 {
@@ -273,10 +274,10 @@ impl RegionTable {
         self.with_run(gpa, len, direction, hint, |run, offset| Some((run, offset)))
     }
 
-    /// Calls `then` with the run of `gpa..gpa+len` and the offset in the run.
+    /// Finds the run that contains all of `gpa..gpa+len` and allows `direction`, first by `hint`. Returns what `then` returns
+    /// for the run and the offset of `gpa` in it; `None` if there is no such run.
     ///
-    /// `then` is inlined both for a run found by the hint and for a searched run. So the common path tests only once whether
-    /// there is a run.
+    /// `then` is called in two places and inlined in both, so the common path tests only once whether there is a run.
     #[inline(always)]
     fn with_run<'a, T>(
         &'a self,
@@ -308,7 +309,7 @@ impl RegionTable {
             .partition_point(|run| run.gpa <= gpa.0)
             .checked_sub(1)
         else {
-            // There is no run at or below `gpa`, or the table has more than [`ARRAY_RUNS_MAX`] runs.
+            // There is no run at or below `gpa`, or the array is empty because the table has more than [`ARRAY_RUNS_MAX`] runs.
             let run = self.by_gpa.get_at_or_before(gpa.0)?;
             return Some((run, run.offset_of(gpa, len, direction)?));
         };
@@ -386,7 +387,8 @@ impl RegionTable {
         })
     }
 
-    /// Returns at most `len` bytes at `gpa` that lie in one run, if the run allows the access.
+    /// Returns the bytes at `gpa` up to the end of their run, at most `len`; `None` if there are none or the run does not allow
+    /// the access.
     pub(super) fn bytes_prefix(
         &self,
         gpa: Gpa,
@@ -407,7 +409,7 @@ impl RegionTable {
         Some((&run.mapping, usize::try_from(run.offset + offset).ok()?))
     }
 
-    /// Returns the bytes at an IOVA of this VM, if they lie in one run. This is the IOMMU of software drives.
+    /// Returns the bytes at an IOVA of this VM, if they lie in one run. For software drives, this does the work of an IOMMU.
     #[inline]
     #[must_use]
     pub fn resolve(&self, iova: u64, len: usize, hint: &mut RegionHint) -> Option<RawBytes<'_>> {
@@ -431,7 +433,7 @@ impl RegionTable {
         Some((run, offset))
     }
 
-    /// Returns the guest address of an IOVA, and the number of contiguous bytes from there.
+    /// Returns the guest address of an IOVA, and the number of bytes that are contiguous from there in both address spaces.
     pub(super) fn iova_to_gpa(&self, iova: u64) -> Option<(Gpa, u64)> {
         let (run, offset) = self.find_run_by_iova(iova, &mut RegionHint::default())?;
         Some((Gpa(run.gpa + offset), run.len - offset))

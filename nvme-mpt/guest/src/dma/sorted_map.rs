@@ -2,23 +2,23 @@
 
 use std::sync::Arc;
 
-/// Maximum number of entries of a chunk. A change copies one or two chunks, and the list of chunks.
+/// Maximum number of entries of a chunk. Inserting or removing an entry copies one or two chunks, and the list of chunks.
 const CHUNK_MAX: usize = 64;
 
-/// Neighbours with at most this number of entries together are merged, so that small chunks stay few.
+/// Two neighbouring chunks with at most this number of entries together are merged, so that there are few small chunks.
 const MERGE_MAX: usize = CHUNK_MAX / 2;
 
-/// Values by key, in chunks that copies of the map share.
+/// Sorted map whose copies share the chunks that are equal. A copy with one change costs little.
 #[derive(Clone, Debug)]
 pub(super) struct SharedSortedMap<V> {
-    /// Chunks by ascending keys. No chunk is empty.
+    /// Chunks in order of ascending keys. No chunk is empty.
     chunks: Vec<SortedMapChunk<V>>,
     len: usize,
 }
 
 #[derive(Clone, Debug)]
 struct SortedMapChunk<V> {
-    /// First key.
+    /// Smallest key of the chunk.
     first: u64,
     entries: Arc<Vec<(u64, V)>>,
 }
@@ -37,7 +37,7 @@ impl<V> SharedSortedMap<V> {
         self.len
     }
 
-    /// Returns the indices of the chunk and entry with the largest key up to `key`.
+    /// Returns the index of the chunk, and in the chunk the index of the entry, with the largest key that is not above `key`.
     fn position(&self, key: u64) -> Option<(usize, usize)> {
         let after = self.chunks.partition_point(|chunk| chunk.first <= key);
         let chunk = after.checked_sub(1)?;
@@ -46,7 +46,7 @@ impl<V> SharedSortedMap<V> {
         Some((chunk, after.checked_sub(1)?))
     }
 
-    /// Returns the value with the largest key up to `key`.
+    /// Returns the value of the largest key that is not above `key`.
     pub(super) fn get_at_or_before(&self, key: u64) -> Option<&V> {
         let (chunk, place) = self.position(key)?;
         Some(&self.chunks[chunk].entries[place].1)
@@ -65,7 +65,7 @@ impl<V> SharedSortedMap<V> {
         entries.map(|(_, value)| value)
     }
 
-    /// Returns values in order of ascending keys, starting with the largest key up to `key`.
+    /// Returns values in order of ascending keys, starting with the largest key that is not above `key`.
     pub(super) fn values_from(&self, key: u64) -> impl Iterator<Item = &V> {
         let (chunk, place) = self.position(key).unwrap_or_default();
         let chunks = self.chunks.get(chunk..).unwrap_or_default();
@@ -121,7 +121,7 @@ impl<V: Clone> SharedSortedMap<V> {
         Some(value)
     }
 
-    /// Merges a chunk with one of its neighbours if both are small.
+    /// Merges a chunk with one of its neighbours if they have at most [`MERGE_MAX`] entries together.
     fn merge_chunk(&mut self, index: usize) {
         let len = |index: usize| self.chunks.get(index).map(|chunk| chunk.entries.len());
         let fits = |first: usize| match (len(first), len(first + 1)) {

@@ -8,16 +8,17 @@ use nvme_mpt_memory::deadline::{Deadline, SystemClock};
 use crate::park::PollerWaker;
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
-/// Number of checks of a user's progress before the waiting thread sleeps between checks. That many checks take longer than
-/// a pass of an awake poller.
+/// Number of checks of a user's progress before the thread that waits for it sleeps between checks. This number of checks takes
+/// longer than a pass of an awake poller.
 const EAGER_CHECKS: u32 = 500;
 
-/// Tables and pending unmaps that a user still uses, as reported by the user.
+/// Newest table that a user has adopted, and pending unmaps whose memory it still uses, as the user reported.
 #[derive(Debug)]
 struct TableUserProgress {
-    /// Generation of the table in use; `u64::MAX` after the user has ended.
+    /// Generation of the table that the user has; `u64::MAX` after the user has ended.
     adopted: AtomicU64,
-    /// Pending unmaps, by the generation of their table, whose memory the user's in-flight commands still use.
+    /// Pending unmaps whose memory the user's in-flight commands still use, each as the generation of the first table without
+    /// that memory.
     held: Mutex<Vec<u64>>,
 }
 
@@ -54,7 +55,7 @@ impl TableUserProgress {
     }
 }
 
-/// User of tables, as seen by threads that change the memory.
+/// User of tables, such as a shadow queue, as seen by threads that change the memory.
 #[derive(Debug)]
 pub(super) struct TableUser {
     progress: TableUserProgress,
@@ -75,8 +76,7 @@ impl TableUser {
         self.waker.wake();
     }
 
-    /// Returns whether this user can no longer use the regions that were unmapped when the table of generation `departure`
-    /// was published.
+    /// Returns whether this user can no longer use the memory of the pending unmap of generation `departure`.
     pub(super) fn has_released(&self, departure: u64) -> bool {
         self.progress.has_released(departure)
     }
@@ -87,18 +87,18 @@ impl TableUser {
     }
 }
 
-/// Registration of a user, which ends when this is dropped. The user has no table and no in-flight commands then.
+/// Registration of a user of tables, which ends when this is dropped. The user then has no table and no in-flight commands.
 #[derive(Debug)]
 pub struct TableUse(pub(super) Arc<TableUser>);
 
 impl TableUse {
-    /// Reports that the user has adopted the table of `generation` and dropped older ones. `held` lists the pending unmaps
-    /// since the user's last table whose memory the user's in-flight commands still use.
+    /// Reports that the user has adopted the table of `generation` and dropped older tables. `held` lists the pending unmaps
+    /// since its last table whose memory the user's in-flight commands still use.
     pub fn adopt(&self, generation: u64, held: impl Iterator<Item = u64>) {
         self.0.progress.adopt(generation, held);
     }
 
-    /// Reports that no in-flight command uses the memory of a pending unmap.
+    /// Reports that none of the user's in-flight commands uses the memory of the pending unmap `departure` any more.
     pub fn release(&self, departure: u64) {
         self.0.progress.release(departure);
     }
@@ -110,8 +110,8 @@ impl Drop for TableUse {
     }
 }
 
-/// Waits at most `time` until no user can still use the regions that were unmapped when the table of generation `departure` was
-/// published. Returns false after a timeout.
+/// Waits at most `time` until no user can still use the memory of the pending unmap of generation `departure`. Returns false
+/// after a timeout.
 pub(super) fn wait_for_release(users: &[Arc<TableUser>], departure: u64, time: Duration) -> bool {
     let deadline = Deadline::after(&SystemClock::shared(), time);
     for user in users {
@@ -148,9 +148,9 @@ mod loom_models {
     const POLLER: u32 = 1;
     const NEXT_OWNER: u32 = 2;
 
-    /// A VMM unmaps memory, and gives it to its next owner once the poller has released it. The next owner writes to the
+    /// Models a VMM that unmaps memory, and gives it to another owner once the poller has released it. That owner writes to the
     /// memory. The poller writes to it while its table or an in-flight command has the memory. The model asserts that the
-    /// next owner's write survives.
+    /// owner's write survives.
     fn unmap(command_in_flight: bool) {
         loom::model(move || {
             const DEPARTURE: u64 = 1;

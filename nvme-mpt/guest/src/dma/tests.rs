@@ -209,8 +209,8 @@ fn blocks_that_are_plugged_one_after_the_other_are_few_runs() {
     }
     let table = window.table();
     assert_eq!(lock(&window.tables.regions).regions.len(), 513);
-    // One run of boot memory, and three runs of blocks. Each new extent reserves as many spare IOVAs as the VM has memory
-    // mapped.
+    // There are one run of boot memory and three runs of plugged blocks. Each new extent reserves as many bytes of spare IOVAs
+    // as the VM has memory mapped.
     assert_eq!(table.run_count(), 4);
     // Any block can be unmapped and mapped again, and gets its old IOVAs.
     let start = Gpa(4 << 30);
@@ -239,7 +239,7 @@ fn blocks_merge_only_if_file_offset_and_rights_continue() {
     window.map(block(&file, 0)).expect("map");
     window.map(block(&file, 1)).expect("map");
     assert_eq!(runs(&window), 2);
-    // Regions with other access rights, in another part of the file, and in another file.
+    // Three regions: with other access rights, in another part of the file, and in another file.
     let constant = MemoryRegion {
         writable: false,
         ..block(&file, 2)
@@ -407,7 +407,7 @@ struct LimitedIommu {
 }
 
 impl LimitedIommu {
-    /// Creates an IOVA space below `end`, for a process that has inherited no mappings.
+    /// Creates an IOVA space below `end` for a process that has inherited no mappings. The IOMMU allows `most` mappings.
     fn space(most: u64, end: u64) -> Arc<IovaSpace> {
         let made = AtomicU64::new(0);
         let space = IovaSpace::with_iommu(Arc::new(Self { most, made }), &[0..=end - 1]);
@@ -501,7 +501,7 @@ fn former_memory_is_remapped_whatever_others_hold() {
     assert!(take_all(&new) < most);
     drop(new);
     let last = take_up(most);
-    // Mappings of the old server count, and the limits refuse only further ones.
+    // Mappings of the predecessor count against the limit, and the limit refuses only further mappings.
     let error = last.map(page(most)).expect_err("beyond its limit");
     let DmaError::Iommu { source, .. } = error else {
         panic!("{error}");

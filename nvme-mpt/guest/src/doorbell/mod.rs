@@ -37,22 +37,22 @@ pub const MAX_QUEUE_PAIRS: u16 = 1024;
 /// Path of a guest's doorbell writes to a poller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DoorbellMode {
-    /// [`Self::Shadow`] for guests that set up a Doorbell Buffer. For other guests, [`Self::Mapped`] if the function is in the
-    /// VMM's own process, otherwise [`Self::Shadow`].
+    /// [`Self::Shadow`] for a guest that sets up a Doorbell Buffer. For a guest without one, [`Self::Mapped`] if the function
+    /// is in the VMM's own process, and [`Self::Shadow`] if it is not.
     #[default]
     Auto,
-    /// Stores to the Doorbell Buffer in guest memory. The guest writes a register only if EventIdx asks for it.
+    /// The guest stores doorbells to the Doorbell Buffer in its memory. It writes a register only if EventIdx asks for it.
     Shadow,
-    /// Stores to the doorbell registers, which are host memory mapped into the guest. In the VMM's own process, they are mapped
-    /// only while the guest uses them.
+    /// The guest stores doorbells to registers that are host memory mapped into the guest. In the VMM's own process, the
+    /// registers are mapped only while the guest uses them.
     Mapped,
-    /// Register writes that exit to the VMM.
+    /// The guest writes doorbell registers, and each write exits to the VMM.
     Trap,
 }
 
 impl DoorbellMode {
-    /// Returns whether the guest is offered a Doorbell Buffer. It is not if the mode relies on register writes, which the
-    /// buffer would avoid.
+    /// Returns whether the guest is offered a Doorbell Buffer. It is not offered if the mode relies on register writes, because
+    /// a guest with a Doorbell Buffer avoids them.
     #[must_use]
     pub fn offers_buffer(self) -> bool {
         matches!(self, Self::Auto | Self::Shadow)
@@ -121,8 +121,7 @@ impl DoorbellPage {
         })
     }
 
-    /// Restores the doorbells from the file that the function kept after its back end's process ended. That process created the
-    /// file with [`Self::new`].
+    /// Restores the doorbells from their file, which outlived the process of the back end that created it with [`Self::new`].
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if the file is too small or can be truncated; the kernel's error if it cannot be mapped.
@@ -243,7 +242,7 @@ pub struct DoorbellBuffer {
     pub event_idx: Gpa,
 }
 
-/// 32-bit word shared by guest and controller. Models of the protocol implement it too.
+/// 32-bit word shared by guest and controller: in mapped memory, or in a model of the doorbell protocol.
 pub(crate) trait SharedWord {
     /// Loads the word with acquire semantics.
     fn load(&self) -> u32;
@@ -262,22 +261,22 @@ impl SharedWord for MappedWord32 {
     }
 }
 
-/// EventIdx of one doorbell (Base 2.0, section B.5). The guest writes the register only if its doorbell moves past this
-/// value: from a value up to and including it, to a value after it.
+/// EventIdx of one doorbell (Base 2.0, section B.5). The guest writes the doorbell register only if its doorbell passes the
+/// value in this word: if it moves from at most this value to a later value.
 #[derive(Debug)]
 pub(crate) struct EventIdx<W> {
     word: W,
     size: RingSize,
-    /// Last value stored, below `size`.
+    /// Last value stored in the word, below `size`.
     published: u32,
-    /// False until a value is stored.
+    /// False until the first value is stored in the word.
     is_stored: bool,
 }
 
 impl<W: SharedWord> EventIdx<W> {
-    /// Creates the EventIdx without storing a value, because a new queue must not write guest memory before its poller runs.
-    /// Until the first command or sleep, the guest reads the old content of the word, and may do one unnecessary register
-    /// write.
+    /// Creates the EventIdx for a doorbell at `consumed` without storing a value, because a new queue must not write guest
+    /// memory before its poller runs. Until the queue's first command or the poller's first sleep, the guest reads the old
+    /// content of the word, and may do one unnecessary register write.
     pub(crate) fn new(word: W, consumed: RingIndex) -> Self {
         let size = consumed.size();
         Self {
@@ -290,8 +289,8 @@ impl<W: SharedWord> EventIdx<W> {
     }
 
     /// Returns a value behind `consumed` that the doorbell passes only after most of a pass through the queue. The value must
-    /// not be right behind `consumed`. Otherwise a guest that has stored the doorbell, and reads EventIdx only now, could find
-    /// that the doorbell just passed EventIdx.
+    /// not be right behind `consumed`: a guest that has stored the doorbell, and reads EventIdx only now, could then find that
+    /// the doorbell has just passed EventIdx.
     fn lagging_value(&self, consumed: u32) -> u32 {
         let lag = (self.size.entries() / 4).max(1);
         self.size.step_back(consumed, lag)
@@ -310,22 +309,22 @@ impl<W: SharedWord> EventIdx<W> {
     #[inline]
     pub(crate) fn suppress(&mut self, consumed: u32) {
         let ahead = self.size.distance(self.published, consumed);
-        // A distance of 0 is an armed EventIdx: the next doorbell write would be a register write.
+        // A distance of 0 is an armed EventIdx: the next move of the doorbell would be a register write.
         if ahead == 0 || ahead > self.size.entries() / 2 {
             self.publish(self.lagging_value(consumed));
         }
     }
 
-    /// Suppresses register writes, if no value was stored yet.
+    /// Suppresses register writes for a queue that has not stored a value yet. The doorbell is at `consumed`.
     pub(crate) fn suppress_initially(&mut self, consumed: u32) {
         if !self.is_stored {
             self.publish(self.lagging_value(consumed));
         }
     }
 
-    /// Asks for a register write at the next move of the doorbell from `consumed`. The caller must then read the doorbell again
-    /// before it sleeps. The guest stores the doorbell, fences, and reads EventIdx; the poller stores EventIdx, fences, and
-    /// reads the doorbell. So at least one side sees the other's store.
+    /// Makes the guest write the register when the doorbell next moves from `consumed`. The caller must then read the doorbell
+    /// again before it sleeps. The guest stores the doorbell, fences, and reads EventIdx; the poller stores EventIdx, fences,
+    /// and reads the doorbell. So at least one side sees the other's store.
     pub(crate) fn arm(&mut self, consumed: u32) {
         self.publish(consumed);
         fence(Ordering::SeqCst);
@@ -371,7 +370,7 @@ impl DoorbellSource {
         SharedWord::load(&self.value)
     }
 
-    /// Suppresses notifications. The doorbell was seen at `consumed`.
+    /// Suppresses notifications (exits for doorbell writes). The poller has seen the doorbell at `consumed`.
     #[inline]
     pub fn suppress(&mut self, consumed: u32) {
         if let Some(event_idx) = &mut self.event_idx {
@@ -379,20 +378,21 @@ impl DoorbellSource {
         }
     }
 
-    /// Returns whether the next move of the doorbell from `consumed` is notified. Without a Doorbell Buffer, each is.
+    /// Returns whether the next move of the doorbell from `consumed` is notified by an exit. Without a Doorbell Buffer, each
+    /// move is.
     pub fn is_armed(&self, consumed: u32) -> bool {
         let event_idx = self.event_idx.as_ref();
         event_idx.is_none_or(|event_idx| event_idx.is_stored && event_idx.published == consumed)
     }
 
-    /// Suppresses notifications, if no value was stored yet. See `EventIdx::suppress_initially`.
+    /// Suppresses notifications for a queue that has not stored an EventIdx yet. See `EventIdx::suppress_initially`.
     pub fn suppress_initially(&mut self, consumed: u32) {
         if let Some(event_idx) = &mut self.event_idx {
             event_idx.suppress_initially(consumed);
         }
     }
 
-    /// Asks for a notification at the doorbell's next move. See `EventIdx::arm`.
+    /// Asks for a notification when the doorbell next moves from `consumed`. See `EventIdx::arm`.
     pub fn arm(&mut self, consumed: u32) {
         if let Some(event_idx) = &mut self.event_idx {
             event_idx.arm(consumed);
@@ -416,7 +416,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// Implements the drivers' rule for register writes (Base 2.0, section B.5, with the 16-bit arithmetic that drivers use).
+    /// Returns whether a driver writes the register when its doorbell moves from `old` to `new` (Base 2.0, section B.5, with
+    /// the 16-bit arithmetic that drivers use).
     pub(crate) fn driver_writes_register(event_idx: u32, new: u32, old: u32) -> bool {
         (new as u16).wrapping_sub(event_idx as u16).wrapping_sub(1)
             < (new as u16).wrapping_sub(old as u16)
@@ -506,7 +507,7 @@ pub(crate) mod tests {
             assert!(!event_idx.is_stored);
             event_idx.suppress(1);
             assert!(!driver_writes_register(word.get(), 2 % entries, 1));
-            // A Completion Queue's doorbell changes before the poller has examined it.
+            // A Completion Queue's doorbell moves before the poller has examined it.
             let mut event_idx = EventIdx::new(&word, index(entries, 0));
             word.set(0);
             event_idx.suppress_initially(0);

@@ -50,7 +50,7 @@ impl DoorbellStride {
             Self::Widest | Self::Bytes4 => 0,
             Self::Bytes64 => CACHE_LINE_DSTRD,
         };
-        // At most 511.
+        // The result is at most 511.
         (PAGE_SIZE / Doorbell::area_bytes(0, narrowest) - 1) as u16
     }
 }

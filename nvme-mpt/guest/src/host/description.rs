@@ -94,9 +94,9 @@ impl CommandSetDescription {
 pub enum NamespaceContents {
     /// Logical blocks, grouped in units such as zones.
     Blocks {
-        /// Blocks per unit.
+        /// Number of blocks in a unit, such as a zone.
         unit: u64,
-        /// Writable blocks per unit.
+        /// Number of writable blocks in a unit.
         writable: u64,
     },
     /// No logical blocks; the name describes the contents.
@@ -110,7 +110,8 @@ impl NamespaceContents {
         writable: 1,
     };
 
-    /// Returns the number of writable blocks among `blocks` blocks (`NCAP`); `None` if there are no blocks.
+    /// Returns the number of writable blocks among the first `blocks` blocks of the namespace (`NCAP`); `None` if the namespace
+    /// has no blocks.
     #[must_use]
     pub fn capacity(&self, blocks: u64) -> Option<u64> {
         match *self {
@@ -223,7 +224,7 @@ pub struct NamespaceFactOffset {
 /// Fact of a namespace that only the function knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NamespaceFact {
-    /// Bytes in use, as an 8-byte number.
+    /// Bytes of the namespace that are in use, as an 8-byte number.
     Used,
     /// Namespace Globally Unique Identifier.
     Nguid,
@@ -273,7 +274,7 @@ impl SparseStructure {
     }
 }
 
-/// Copies bytes to a position of a data structure, clipped at its end.
+/// Copies bytes to an offset in a data structure. Bytes beyond its end are dropped.
 fn copy_at(structure: &mut [u8], offset: u16, bytes: &[u8]) {
     let places = structure.iter_mut().skip(offset.into());
     for (place, byte) in places.zip(bytes) {

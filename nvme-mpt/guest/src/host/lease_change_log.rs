@@ -9,10 +9,10 @@ pub trait LeaseChangeLog {
     /// Returns the changes that have not been reported to the guest.
     fn changes(&self) -> UnreportedChanges;
 
-    /// Adds changes that were not reported to the guest yet.
+    /// Adds changes that a predecessor had not reported to the guest.
     fn restore(&self, untold: &UnreportedChanges);
 
-    /// Removes changes that were reported to the guest. Changes that happened since then stay.
+    /// Removes changes that were reported to the guest. Changes that came after the report was made stay.
     fn remove(&self, told: &UnreportedChanges);
 }
 
@@ -20,7 +20,7 @@ pub trait LeaseChangeLog {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct UnreportedChanges {
     ids: Vec<u64>,
-    /// True if there were further changes whose identifiers are not stored.
+    /// True if there were more changes than identifiers can be stored.
     more: bool,
 }
 
@@ -28,7 +28,7 @@ impl UnreportedChanges {
     /// Maximum number of identifiers that are stored: the capacity of the log page.
     pub const CAPACITY: usize = ChangeList::CAPACITY;
 
-    /// Creates changes with these identifiers. If `more` is true, there were further changes whose identifiers are not stored.
+    /// Creates changes with these identifiers. If `more` is true, there were further changes, whose identifiers are not stored.
     #[must_use]
     pub fn new(ids: &[u64], more: bool) -> Self {
         let mut changes = Self::default();
@@ -65,13 +65,13 @@ impl UnreportedChanges {
         }
     }
 
-    /// Adds changes that were not reported to the guest yet.
+    /// Adds another list of changes that were not reported to the guest yet.
     pub fn merge(&mut self, untold: &Self) {
         untold.ids.iter().for_each(|id| self.add(*id));
         self.more |= untold.more;
     }
 
-    /// Removes changes that were reported to the guest. They must be the first ones in the list.
+    /// Removes changes that were reported to the guest. They must be the first ones in this list.
     pub fn remove(&mut self, told: &Self) {
         self.ids.drain(..told.ids.len().min(self.ids.len()));
         self.more &= !told.more;

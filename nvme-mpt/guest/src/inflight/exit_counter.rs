@@ -17,17 +17,17 @@ use crate::doorbell::MAX_QUEUE_PAIRS;
 /// Offset of the first exit counter in the tracking file.
 pub(super) const EXITS_OFFSET: usize = 128;
 
-/// Upper bound of a reported number of exits, so that sums do not overflow.
+/// Upper bound of the exits that the VMM reports for a pair, so that sums do not overflow.
 const EXITS_MAX: u64 = 1 << 48;
 
-/// Number of queue pairs whose exit counters fit before the positions of the first pair.
+/// Number of queue pairs whose exit counters fit into the header, before the positions of the first pair.
 const HEADER_COUNTERS: usize = (POSITIONS - EXITS_OFFSET) / 8;
 
-/// Offset of the exit counter of each further pair, from the start of that pair's positions.
+/// Offset of the exit counter of a pair whose counter does not fit into the header, from the start of that pair's positions.
 const PAIR_OFFSET: usize = 128;
 const _: () = assert!(super::SQ_HEAD + 8 <= PAIR_OFFSET && PAIR_OFFSET + 8 <= POSITIONS);
 
-/// Returns the offset of the exit counter of the pair with this index.
+/// Returns the offset in the tracking file of the exit counter of the pair with this index.
 fn word_offset(index: usize) -> usize {
     match index {
         0..HEADER_COUNTERS => EXITS_OFFSET + 8 * index,
@@ -68,7 +68,7 @@ impl ExitCounter {
         if len < POSITIONS as u64 {
             return Err(invalid());
         }
-        // At most 100 MB of address space. Pages are only allocated for existing queues.
+        // The mapping takes at most 100 MB of address space. Pages are only allocated for existing queues.
         let len = len.min(most) as usize;
         let mapping = Mapping::shared(file.as_fd(), 0, len, MappingAccess::ReadWrite)?;
         let mapping = Arc::new(mapping);
@@ -86,7 +86,7 @@ impl ExitCounter {
     }
 }
 
-/// Exits that the VMM has counted since this process opened the tracking file.
+/// Exits that a VMM in another process has counted since this process opened the tracking file.
 #[derive(Debug)]
 pub(super) struct CountedExits {
     words: Box<[MappedWord64]>,

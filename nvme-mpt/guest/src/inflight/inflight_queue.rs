@@ -6,19 +6,21 @@ use nvme_mpt_memory::{CompletionIndices, MappedWord64, PhasedIndex, RingIndex, S
 use nvme_spec::ids::QueueId;
 use nvme_spec::sqe::Sqe;
 
-/// Minimum distance of the command numbers of a new Submission Queue from those of the previous queue with the same identifier.
+/// Minimum distance between the command numbers of a new Submission Queue and those of an earlier queue with the same
+/// identifier. So a mark that the earlier queue left is not taken for a command of the new queue.
 const NUMBER_GAP: u32 = 1 << 20;
 
-/// Maximum number of commands in a batch.
+/// Maximum number of commands in a batch, which is what a poller fetches at a time.
 const BATCH_MAX: u32 = 1 << 10;
 
-/// Mark of a slot with a command in flight: the command's Submission Queue, and its number in the queue.
+/// Mark of a slot in the tracking file whose command is in flight: the command's Submission Queue, and the command's number in
+/// that queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InflightMark(u64);
 
 impl InflightMark {
     const IN_FLIGHT: u64 = 1 << 63;
-    /// Flag: the queue's recorded head is known to be after the command.
+    /// Flag in a mark: the recorded head of the Submission Queue is known to be after the command.
     const SETTLED: u64 = 1 << 62;
 
     const fn new(qid: QueueId) -> Self {
@@ -61,7 +63,7 @@ impl InflightMark {
     }
 }
 
-/// Recorded head of a Submission Queue, and the number of the command at the head.
+/// Head of a Submission Queue as recorded in the tracking file, and the number of the command at the head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordedSqHead {
     /// Index of the entry at the head.
@@ -79,10 +81,10 @@ impl RecordedSqHead {
     }
 }
 
-/// Recorded tail of a Completion Queue.
+/// Tail of a Completion Queue as recorded in the tracking file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordedCqTail {
-    /// Index of the entry at the tail.
+    /// Index of the queue entry at the tail.
     pub index: u32,
     /// Phase Tag of the next completion.
     pub phase: bool,
@@ -91,12 +93,12 @@ pub struct RecordedCqTail {
 }
 
 impl RecordedCqTail {
-    /// Flag: the queue exists, and its slots include all of its in-flight commands.
+    /// Flag: the queue exists, and its slots in the tracking file include all of its in-flight commands.
     const COMPLETE: u64 = 1 << 63;
     const FAILED: u64 = 1 << 62;
     const PHASE: u64 = 1 << 32;
 
-    /// Returns `None` for a queue that cannot be restored.
+    /// Decodes the recorded tail. Returns `None` for a queue that cannot be restored.
     const fn from_word(word: u64) -> Option<Self> {
         if word & Self::COMPLETE == 0 {
             return None;
@@ -127,7 +129,7 @@ pub struct InflightQueue {
 impl InflightQueue {
     /// Initializes a queue without in-flight commands.
     pub fn init(&self, indices: &CompletionIndices) {
-        // If the process ends here, the queue cannot be restored.
+        // Until the queue is initialized, it is invalid: if the process ends here, the queue cannot be restored.
         self.invalidate();
         self.clear_stale_marks(|_| false);
         self.store(indices, false);
@@ -180,7 +182,7 @@ impl InflightQueue {
         compiler_fence(Ordering::SeqCst);
     }
 
-    /// Stores the index up to which the guest has consumed.
+    /// Records the queue's head: the guest has consumed all completions before this index.
     #[inline(always)]
     pub fn store_head(&self, head: RingIndex) {
         compiler_fence(Ordering::SeqCst);
@@ -188,7 +190,7 @@ impl InflightQueue {
         compiler_fence(Ordering::SeqCst);
     }
 
-    /// Returns the recorded tail and head; `None` for a queue that cannot be restored.
+    /// Returns the recorded tail and the index of the recorded head; `None` for a queue that cannot be restored.
     pub fn positions(&self) -> Option<(RecordedCqTail, u32)> {
         let head = u32::try_from(self.head.load()).ok()?;
         Some((RecordedCqTail::from_word(self.tail.load())?, head))
@@ -223,7 +225,7 @@ pub struct InflightSlot {
 #[derive(Debug)]
 pub struct InflightSqHead {
     head: MappedWord64,
-    /// Mark of the next command, with its number.
+    /// Mark for the next command, with its number.
     next: InflightMark,
 }
 
@@ -240,13 +242,13 @@ impl InflightSqHead {
 
     /// Initializes a queue from which no command has been fetched.
     pub fn init(&mut self, head: RingIndex) {
-        // No stale mark of an earlier queue has a number close to this one.
+        // No mark that an earlier queue with this identifier left has a number close to this one.
         let number = self.load().number.wrapping_add(NUMBER_GAP);
         self.next = self.next.with_number(number);
         self.store(head, self.next);
     }
 
-    /// Continues a restored queue, whose head is now `head`.
+    /// Continues a restored queue, whose head is now `head`: the commands since the recorded head count as fetched.
     pub fn resume(&mut self, head: RingIndex) {
         let RecordedSqHead { index, number } = self.load();
         let entries = head.size().entries();
@@ -269,7 +271,8 @@ impl InflightSqHead {
         self.next
     }
 
-    /// Restarts the command numbers at 0. No marked command of the queue has one of the numbers that follow 0.
+    /// Restarts the command numbers at 0, at `head`. The caller has made sure that no marked command of the queue has one of
+    /// the numbers that follow 0.
     #[cold]
     #[inline(never)]
     fn renumber(&mut self, head: RingIndex) {
@@ -316,7 +319,7 @@ mod tests {
                 number: 0
             }
         );
-        // Another process continues from this state.
+        // A successor process continues from this state.
         let mut next = state.sq_head(qid).expect("a queue");
         let later = RingIndex::from_index(head.size(), 1).expect("below");
         next.resume(later);

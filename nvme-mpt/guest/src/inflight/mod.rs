@@ -66,35 +66,36 @@ use crate::doorbell::MAX_QUEUE_PAIRS;
 use crate::memory_account::PinningRecord;
 use crate::stats::LeaseCounters;
 
-/// Most in-flight commands of a shadow queue. The commands of all Submission Queues that share a Completion Queue count
-/// together.
+/// Maximum number of in-flight commands of a shadow queue. The commands of all Submission Queues that share its Completion
+/// Queue count together.
 pub(crate) const MAX_SLOTS: u16 = SlotRecords::COUNT;
 
-/// First word of the file: magic number and version of the layout. A word may be added without a new version if zero is its
-/// neutral value.
+/// First word of the file: magic number and version of the layout. A word can be added without a new version if the value 0 in
+/// it means what files without the word mean.
 const MAGIC: u64 = u64::from_le_bytes(*b"nvmpliv\x01");
 
-/// Offset of the word that records lost completed writes.
+/// Offset of the word that records whether completed writes were lost.
 const WRITE_ERRORS: usize = 64;
 
 /// Offset of the record of crashes that the function caused.
 const CRASHES: usize = WRITE_ERRORS + 8;
 
-/// Offset of the word that records lease changes that were not reported to the guest.
+/// Offset of the word that records whether the lease has changes that were not reported to the guest.
 const CHANGES: usize = CRASHES + 8;
 
-/// Offset of two words: the bytes of the VM's memory that are being pinned, and the OOM-kill count before the pinning.
+/// Offset of the two words of the pinning record: the bytes of the VM's memory that are being pinned, and the OOM-kill count
+/// before the pinning.
 const PINNING: usize = CHANGES + 8;
 const _: () = assert!(PINNING + 16 <= exit_counter::EXITS_OFFSET);
 
-/// Bytes of the header before the first queue pair, and bytes of each pair's positions.
+/// Size of the header, which precedes the first queue pair, and size of each pair's positions, in bytes.
 const POSITIONS: usize = 4096;
 
-/// Bytes of a queue pair in the file: first the queues' positions, then the command slots.
+/// Size of a queue pair's part of the file, in bytes: first the positions of its queues, then its command slots.
 const PAIR_BYTES: usize = POSITIONS + SlotRecords::BYTES;
 
-/// Offsets of the positions, from the start of a pair. The words of the Completion Queue and of the Submission Queue are a
-/// cache line apart.
+/// Offsets of a pair's recorded tail and heads, from the start of the pair. The words of the Completion Queue and of the
+/// Submission Queue are a cache line apart.
 const CQ_TAIL: usize = 0;
 const CQ_HEAD: usize = 8;
 const SQ_HEAD: usize = 64;
@@ -193,7 +194,7 @@ impl InflightFile {
         )
     }
 
-    /// Maps the bytes before the first queue pair.
+    /// Maps the header: the bytes before the first queue pair.
     fn map_header(fd: BorrowedFd<'_>) -> io::Result<Arc<Mapping>> {
         let file = File::from(fd.try_clone_to_owned()?);
         if !nvme_mpt_memory::is_size_sealed(fd) || file.metadata()?.len() < POSITIONS as u64 {
@@ -293,7 +294,7 @@ fn pinning_record(mapping: &Arc<Mapping>) -> Option<PinningRecord> {
     Some(PinningRecord::new(bytes, kills))
 }
 
-/// Record of completed writes that were lost before they were durable, for the successor process.
+/// Record of whether completed writes of a lease were lost before they were durable, for the successor process.
 #[derive(Debug)]
 pub struct LeaseWriteErrorRecord(MappedWord64);
 
@@ -304,14 +305,14 @@ impl LeaseWriteErrorRecord {
         self.0.load() != 0
     }
 
-    /// Records that writes were lost, or clears the record when the lease starts over.
+    /// Records whether writes were lost. False clears the record, when the lease starts over.
     pub fn set(&self, lost: bool) {
         self.0.store(lost.into());
     }
 }
 
 /// Record of whether a lease has [changes](crate::host::UnreportedChanges) that were not reported to the guest, for the
-/// successor process. It does not say which changes.
+/// successor process. It does not list the changes.
 #[derive(Debug)]
 pub struct ChangeRecord(MappedWord64);
 

@@ -12,10 +12,10 @@ use nvme_spec::ids::QueueId;
 use super::{PAIR_BYTES, POSITIONS};
 use crate::stats::{LeaseCounters, QueueCounters};
 
-/// Number of words of a record.
+/// Number of words of a record, one for each count.
 const RECORD_WORDS: usize = 6;
 
-/// Offset in the file of the record of counts from before the last restored snapshot.
+/// Offset in the file of the function's record: the counts from before the last restored snapshot.
 const FUNCTION_OFFSET: usize = 8;
 const _: () = assert!(FUNCTION_OFFSET + 8 * RECORD_WORDS <= super::WRITE_ERRORS);
 
@@ -28,7 +28,7 @@ fn record_offset(qid: QueueId) -> Option<usize> {
     Some(POSITIONS + index * PAIR_BYTES + PAIR_OFFSET)
 }
 
-/// Words that hold counts.
+/// Words of the tracking file with the counts of a record.
 #[derive(Debug)]
 struct LeaseCountersRecord([MappedWord64; RECORD_WORDS]);
 
@@ -82,7 +82,7 @@ impl LeaseCountersRecord {
     }
 }
 
-/// Counts from before this process opened the tracking file.
+/// Counts that the predecessors left: from before this process opened the tracking file.
 #[derive(Debug)]
 pub(super) struct PredecessorCounts {
     function: LeaseCounters,
@@ -104,7 +104,7 @@ impl PredecessorCounts {
         pairs.fold(self.function, |sum, pair| sum + pair)
     }
 
-    /// Makes `sum` the total of all records, which the next process reads.
+    /// Makes `sum` the total of all records, so that the next process continues from it.
     pub(super) fn set_sum(&self, mapping: &Arc<Mapping>, sum: LeaseCounters) {
         let pairs = self.pairs.iter().copied();
         let pairs = pairs.fold(LeaseCounters::default(), |sum, pair| sum + pair);
@@ -132,7 +132,7 @@ impl PredecessorCounts {
 pub struct PersistedQueueCounts {
     record: LeaseCountersRecord,
     initial: LeaseCounters,
-    /// Completed commands of this process that the record includes.
+    /// Number of completed commands of this process that the record includes.
     commands: u64,
 }
 
@@ -164,7 +164,7 @@ mod tests {
         }
     }
 
-    /// Returns counters as a poller updates them.
+    /// Returns counters, each increased by a multiple of `by`, as a poller updates them.
     fn count(by: u64) -> QueueCounters {
         let queue = QueueCounters::default();
         queue.commands.add(1);

@@ -31,41 +31,44 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::threads::start_thread;
 
-/// Time from which a signal counts as slow. In a virtual machine, a signal to a vCPU takes some microseconds.
+/// Time from which a signal counts as possibly slow by its duration, and as slow by its processor time. In a virtual machine, a
+/// signal to a vCPU takes some microseconds.
 const SLOW_SIGNAL: Duration = Duration::from_micros(50);
 
-/// Number of signals whose processor time is measured after a possibly slow one. The number doubles each time, because a
-/// client can make signals slow as soon as they are no longer measured.
+/// Number of signals to a client whose processor time is measured after a possibly slow signal. The number doubles each time,
+/// because a client can make signals slow as soon as they are no longer measured.
 const MEASURED_SIGNALS: u32 = 16;
 
-/// Number of slow signals, among the measured ones, after which a thread signals the client.
+/// Number of slow signals, among the measured ones, after which the client is signalled by a thread of its own instead of by
+/// the poller.
 const SLOW_MAX: u32 = 3;
 
 /// Maximum number of doublings of [`MEASURED_SIGNALS`].
 const DOUBLINGS_MAX: u32 = 16;
 
-/// Number of quick signals by a client's thread after which the client is signalled without the thread again. The number
-/// doubles each time.
+/// Number of quick signals by a client's thread after which the poller signals the client itself again. The number doubles each
+/// time.
 const QUICK_SIGNALS: u32 = 64;
 
-/// Time for which a slow client's thread sleeps after a signal, as a multiple of the signal's processor time; at most
-/// [`REST_MAX`].
+/// Time for which a slow client's thread sleeps after a signal, as a multiple of the signal's processor time. The time is at
+/// most [`REST_MAX`].
 const REST_FACTOR: u32 = 99;
 
 /// Maximum time for which a slow client's thread sleeps. It is limited because a guest's driver waits for the interrupt with a
 /// timeout.
 const REST_MAX: Duration = Duration::from_secs(1);
 
-/// Time between two attempts to start a client's thread.
+/// Minimum time between two attempts to start a client's thread.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Once this number of trusted clients had eventfds that made a write block, no new client is signalled by a direct write.
+/// Number of trusted clients with a blocked write from which no further client is signalled by a direct write.
 const BLOCKED_MAX: u32 = 3;
 
 /// Number of trusted clients whose eventfd made a write block.
 static BLOCKED_CLIENTS: AtomicU32 = AtomicU32::new(0);
 
-/// Values of the path by which a client is signalled.
+/// Values of `path`, which says who signals a client: the poller (`DIRECT`), the poller with measurements (`SUSPECT`), or a
+/// thread of the client (`THREAD`).
 const DIRECT: u8 = 0;
 const SUSPECT: u8 = 1;
 const THREAD: u8 = 2;
@@ -73,9 +76,9 @@ const THREAD: u8 = 2;
 /// Trust in the process that reads an eventfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventReader {
-    /// The process has full power over this one, see [`is_trusted`](nvme_mpt_memory::system::is_trusted).
+    /// The reader's process has full power over this process anyway, see [`is_trusted`](nvme_mpt_memory::system::is_trusted).
     Trusted,
-    /// The process belongs to another user.
+    /// The reader's process belongs to another user, and may make signals slow or block them.
     Untrusted,
 }
 
@@ -86,15 +89,15 @@ pub struct ClientSignals {
     thread: Mutex<SignalThread>,
 }
 
-/// Thread of a client, if there is one.
+/// Thread that signals a slow client, if it was started.
 #[derive(Debug, Default)]
 struct SignalThread {
     sender: Option<Sender<Arc<ClientEventFd>>>,
-    /// Time of a failed start.
+    /// Time of the last failed attempt to start the thread.
     failed_at: Option<Ticks>,
 }
 
-/// Measurements and path of a client's signals.
+/// Measurements of a client's signals, and the path that they take.
 #[derive(Debug)]
 struct ClientSignalState {
     name: String,
@@ -103,12 +106,13 @@ struct ClientSignalState {
     unmeasured: AtomicU32,
     /// Number of slow signals among the measured ones.
     slow: AtomicU32,
-    /// Number of possibly slow signals outside of measurements.
+    /// Number of possibly slow signals that were seen while no measurement ran.
     suspicions: AtomicU32,
-    /// True if the client is trusted and no write has blocked, so that writes signal it.
+    /// True if the poller may signal by a write, because the client is trusted and no write has blocked.
     uses_writes: AtomicBool,
     notifier: OnceLock<Arc<EventfdNotifier>>,
-    /// Number of times that the client's signals became quick, so that they no longer needed the client's thread.
+    /// Number of times that the client's signals became quick again, so that the poller took them over from the client's
+    /// thread.
     returns: AtomicU32,
     slow_ticks: u64,
 }
@@ -118,7 +122,7 @@ struct ClientSignalState {
 pub struct ClientEventFd {
     eventfd: Arc<EventFd>,
     signals: Arc<ClientSignals>,
-    /// True if the client's thread must signal the eventfd.
+    /// True if the client's thread was asked to signal the eventfd and has not done so.
     is_due: AtomicBool,
 }
 
@@ -165,8 +169,8 @@ impl ClientSignals {
         })
     }
 
-    /// Lets the client's thread signal an eventfd, without waiting. Starts the thread if there is none, but tries only once per
-    /// [`RETRY_INTERVAL`].
+    /// Asks the client's thread to signal an eventfd, without waiting. Starts the thread if there is none, but tries that at
+    /// most once per [`RETRY_INTERVAL`]. Returns whether there is a thread.
     #[cold]
     fn delegate(&self, eventfd: &Arc<ClientEventFd>) -> bool {
         self.delegate_with(eventfd, || self.state.clone().start())
@@ -208,13 +212,13 @@ impl ClientSignals {
             eventfd.is_due.store(false, Ordering::Release);
             return false;
         };
-        // The thread runs as long as `self` exists.
+        // The thread runs for as long as `self` exists, so it gets the eventfd.
         sender.send(eventfd.clone()).is_ok()
     }
 }
 
 impl ClientEventFd {
-    /// Signals the eventfd. Returns `false` if that failed or the counter was full. The next signal then covers this one too.
+    /// Signals the eventfd. Returns `false` if that failed or the counter was full. The next signal then makes up for this one.
     #[inline]
     pub(crate) fn signal(self: &Arc<Self>) -> bool {
         let manner = &self.signals.state;
@@ -254,7 +258,8 @@ impl ClientSignalState {
         }
     }
 
-    /// Switches to asynchronous I/O, or to the client's thread if there is no asynchronous I/O.
+    /// Stops signalling the client by writes: switches to asynchronous I/O, or to the client's thread if there is no
+    /// asynchronous I/O.
     fn stop_writing(&self) {
         if self.notifier.get().is_none() {
             match EventfdNotifier::shared() {
@@ -334,12 +339,12 @@ impl ClientSignalState {
         Ok(sender)
     }
 
-    /// Signals received eventfds until the client is gone.
+    /// Signals each received eventfd, until the sender of the client is dropped.
     fn signal_all(&self, eventfds: &Receiver<Arc<ClientEventFd>>) {
         avoid_poller_processor();
         let mut quick = 0;
         while let Ok(eventfd) = eventfds.recv() {
-            // Cleared before the signal, so that a request during the signal causes another one.
+            // The flag is cleared before the signal, so that a request during the signal causes another signal.
             eventfd.is_due.store(false, Ordering::Release);
             let before = thread_time();
             let signalled = self.signal(&eventfd.eventfd);
@@ -380,7 +385,7 @@ use nvme_mpt_memory::eventfd::signal as write;
 #[cfg(not(simulation))]
 use nvme_mpt_memory::watched_write::signal as write;
 
-/// Starts the thread that watches writes, once. Returns `false` if there is none.
+/// Starts the thread that watches for blocked writes, unless it was started. Returns `false` if it cannot run.
 fn start_write_watch() -> bool {
     #[cfg(simulation)]
     return true;
@@ -440,7 +445,7 @@ mod tests {
         for _ in 0..100 {
             assert!(!signals.delegate_with(&eventfd, refuse));
         }
-        // There is about one try per second. Ten allow for a machine that pauses between two of them.
+        // A start is tried about once per second. Ten tries allow for a machine that pauses between two of them.
         assert!(tries.load(Ordering::Relaxed) <= 10);
         let (sender, handed) = channel();
         signals.thread.lock().expect("no panic").failed_at = Some(Ticks(0));
@@ -479,8 +484,8 @@ mod tests {
         };
         manner.record_duration(slow, None);
         decide();
-        // The client's thread gets a hundredth of a processor. After each return to the poller, the thread's next turn is
-        // longer.
+        // The client's thread gets a hundredth of a processor. After each return to the poller, the thread has to signal for
+        // longer before the next return.
         let mut done = 0;
         let rest = manner.record_thread_signal(SLOWLY, &mut done);
         assert_eq!(rest, SLOWLY * REST_FACTOR);
@@ -531,16 +536,17 @@ mod tests {
     /// A client among five on one poller, in simulated time. A tick is a nanosecond.
     struct SignalTestClient {
         name: &'static str,
-        /// Function for the time of the next direct signal, and whether the write blocks.
+        /// Returns the processor time of the next direct signal, and whether its write blocks.
         signal: fn(&ClientSignalState) -> (u64, bool),
     }
 
-    /// Times of a signal to a vCPU, of a signal by asynchronous I/O, and of a signal by a thread.
+    /// Simulated times in nanoseconds of a signal to a vCPU, of a signal by asynchronous I/O, and of handing a signal to a
+    /// thread.
     const WRITE: u64 = 300;
     const NOTIFY: u64 = 1000;
     const HAND_OVER: u64 = 100;
 
-    /// All effects that a client can have on signals. A new kind of effect needs an entry here.
+    /// Clients that each slow down signals in one way. A new kind of effect needs an entry here.
     const ATTACKERS: &[SignalTestClient] = &[
         SignalTestClient {
             name: "100,000 watches",
@@ -573,8 +579,8 @@ mod tests {
         },
     ];
 
-    /// Returns the maximum time of 99.9 % of passes, each with a command of each client. All clients except for the last have
-    /// fast direct signals.
+    /// Returns the time that 99.9 % of the poller's passes do not exceed. Each pass has a command of each client. All clients
+    /// but the attacker have fast direct signals.
     fn pass_of_1000(attacker: Option<&SignalTestClient>) -> u64 {
         const PASSES: u64 = 100_000;
         const COMMAND: u64 = 500;

@@ -30,7 +30,7 @@ pub struct OutstandingCommands {
 pub struct InterruptCoalescer {
     vector: Option<Arc<InterruptVector>>,
     coalescing: Arc<CoalescingFeature>,
-    /// Number of completions posted since the last signal, combined with [`SIGNALLED`].
+    /// Number of completions that were posted since the last signal, combined with the flag [`SIGNALLED`].
     owed: u32,
     owed_since: Ticks,
     policy: CoalescingPolicy,
@@ -38,8 +38,8 @@ pub struct InterruptCoalescer {
     held_until: Option<Ticks>,
     timeout: u64,
     ticks_per_100us: u64,
-    /// For the INTx pin: the time of its last signal. The next field has the ticks after it in which the guest should
-    /// consume the entries.
+    /// For the INTx pin: the time of its last signal. The next field has the ticks that the guest gets from then on to consume
+    /// the entries.
     signalled_at: Ticks,
     signalled_timeout: u64,
 }
@@ -51,9 +51,8 @@ const SIGNALLED: u32 = 1 << 31;
 /// Maximum factor by which the INTx pin's timeout grows for a guest that leaves entries unconsumed.
 const TIMEOUT_GROWTH_MAX: u64 = 64;
 
-/// Time after which a guest that has not consumed all entries gets another interrupt. This helps a guest that stopped
-/// consuming, but whose head doorbell arrived late. A guest whose interrupt handler is merely slow gets a spurious
-/// interrupt.
+/// Time after which a guest that has not consumed all entries is interrupted again. This helps a guest that stopped consuming,
+/// but whose head doorbell arrived late. A guest whose interrupt handler is merely slow gets a spurious interrupt.
 const RESIGNAL_TIMEOUT: Duration = Duration::from_millis(1);
 
 impl InterruptCoalescer {
@@ -107,7 +106,7 @@ impl InterruptCoalescer {
         self.policy.on_taken(now);
     }
 
-    /// Returns the time at which a held-back interrupt is due.
+    /// Returns the time at which a held-back interrupt is due; `None` if no interrupt is held back.
     pub fn due(&self) -> Option<Ticks> {
         self.held_until
     }
@@ -133,7 +132,7 @@ impl InterruptCoalescer {
                 return false;
             }
         } else if may_wait {
-            // The guest does not know of at most this number of completions.
+            // At most this number of completions is unknown to the guest.
             let unknown = self.owed.min(unconsumed);
             let owed = UnsignaledCompletions {
                 completions: unknown,
@@ -171,8 +170,8 @@ impl InterruptCoalescer {
         let (was_told, untold) = (self.owed & SIGNALLED != 0, self.owed & !SIGNALLED);
         let is_at_it = was_told && unconsumed > untold;
         let most = self.timeout.saturating_mul(TIMEOUT_GROWTH_MAX);
-        // A level that falls at a BAR access may have fallen before the guest has seen all entries. If it were raised now,
-        // it would stay high after the guest has consumed them.
+        // If the level falls at a BAR access, the guest may not have seen all entries by then. If the level were raised now, it
+        // would stay high after the guest has consumed them.
         let due = Ticks(self.signalled_at.0.saturating_add(self.signalled_timeout));
         if is_at_it && flags & DEASSERTS_ON_ACCESS != 0 && now < due {
             self.held_until = Some(due);
@@ -202,8 +201,8 @@ impl InterruptCoalescer {
         true
     }
 
-    /// Returns whether the interrupt is held back for more completions. `untold` is the number of completions for which the
-    /// guest was not interrupted yet.
+    /// Returns whether the interrupt is held back for more completions. `untold` is the number of completions that were posted
+    /// since the last signal.
     fn should_hold_back(&mut self, untold: u32, standing: OutstandingCommands, now: Ticks) -> bool {
         let (threshold, time) = self.coalescing.get();
         let waited = now.since(self.owed_since);
@@ -228,7 +227,8 @@ impl InterruptCoalescer {
             || (self.held_until.is_none() && self.signal_now(standing.unconsumed))
     }
 
-    /// Signals the owed interrupt at once, because the queue will not be polled for some time.
+    /// Signals the owed interrupt at once instead of holding it back, because the queue will not be polled for some time.
+    /// Returns whether the vector was signalled.
     pub fn signal_now(&mut self, unconsumed: u32) -> bool {
         if !self.needs_signal(unconsumed) {
             return false;
@@ -240,7 +240,7 @@ impl InterruptCoalescer {
         true
     }
 
-    /// Returns whether a signal is owed to a guest with `unconsumed` entries. Clears `held_until`, because the caller decides
+    /// Returns whether a guest with `unconsumed` entries is owed a signal. Clears `held_until`, because the caller decides
     /// again whether to hold the interrupt back.
     #[inline]
     fn needs_signal(&mut self, unconsumed: u32) -> bool {
@@ -268,7 +268,7 @@ mod tests {
     use super::*;
     use crate::interrupt::PinDeassertion;
 
-    /// Returns the state of a guest with `unconsumed` completions and nothing in flight.
+    /// Returns the state of a guest that has `unconsumed` completions and no command in flight.
     fn left(unconsumed: u32) -> OutstandingCommands {
         let in_flight = 0;
         OutstandingCommands {
@@ -371,7 +371,7 @@ mod tests {
         let due = gate.due().expect("the poller looks again");
         assert!(due > Ticks(2) && gate.is_owed());
         vector.end_of_interrupt();
-        // The guest acknowledges an interrupt while the poller still uses an older CQ head.
+        // The guest acknowledges an interrupt while the poller still uses the CQ head that it read before.
         let before = vector.pin_epoch();
         vector.end_of_interrupt();
         assert!(!gate.signal_pin_if_due(left(1), Ticks(3), before));
@@ -381,7 +381,7 @@ mod tests {
         vector.end_of_interrupt();
         assert!(!settle_pin(&mut gate, 0, Ticks(5)));
         assert!(!gate.is_owed() && gate.due().is_none());
-        // An idle queue keeps the pending interrupt.
+        // The pending interrupt of an idle queue stays pending.
         gate.on_posted(1, Ticks(6));
         assert!(gate.signal_now(1));
         assert!(gate.is_owed());
@@ -405,10 +405,10 @@ mod tests {
         // A guest that is consuming finds newer entries without an interrupt.
         gate.on_posted(1, Ticks(3));
         assert!(!settle_pin(&mut gate, 3, Ticks(3)));
-        // The guest has consumed the signalled entries, but not the newer one.
+        // The guest has consumed the entries of the last signal, but not the newer entry.
         assert!(settle_pin(&mut gate, 1, Ticks(4)));
         vector.end_of_interrupt();
-        // The guest leaves an entry, and the coalescer checks at longer and longer intervals.
+        // The guest leaves an entry unconsumed, and the coalescer checks for that at longer and longer intervals.
         let mut now = Ticks(4);
         for growth in [1, 2, 4, 8, 16, 32, 64, 64, 64] {
             now.0 += growth * gate.timeout;
@@ -491,7 +491,7 @@ mod tests {
         assert!(!gate.signal_if_due(left(1), Ticks(u64::MAX)));
     }
 
-    /// Event of the test.
+    /// Step of a random test.
     #[derive(Clone, Debug)]
     enum CoalescerTestStep {
         /// The guest submits commands, and the poller takes them.
@@ -517,7 +517,7 @@ mod tests {
     }
 
     proptest! {
-        /// A sleeping poller wakes up for each pending interrupt, whatever the policy has measured, and signals the vector.
+        /// A sleeping poller wakes up for each pending interrupt and signals the vector, whatever the policy has measured.
         #[test]
         fn no_interrupt_is_lost(
             level in 0..=5_u8,
@@ -526,7 +526,7 @@ mod tests {
             let (vector, _, mut gate) = gate();
             gate.policy.set_level(level, 20_000);
             let (mut standing, mut now) = (OutstandingCommands::default(), Ticks(1 << 40));
-            // Number of completions that were signalled to the guest.
+            // Number of completions for which the guest was signalled (`told`), and number of signals.
             let (mut told, mut signals) = (0, 0);
             for step in steps {
                 match step {
@@ -565,7 +565,7 @@ mod tests {
                 if vector.signal_count() > signals {
                     (signals, told) = (vector.signal_count(), standing.unconsumed);
                 }
-                // An interrupt is pending if some completions were not signalled.
+                // An interrupt is pending if the guest was not signalled for some of the completions.
                 prop_assert!(gate.is_owed() || told == standing.unconsumed);
             }
         }

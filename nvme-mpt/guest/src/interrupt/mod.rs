@@ -35,12 +35,12 @@ pub use coalescer::{InterruptCoalescer, OutstandingCommands};
 ///
 /// Each method forwards a change of the vector in this process. A broken link does nothing.
 pub trait VectorLink: fmt::Debug + Send + Sync {
-    /// Forwards that the vector was connected or disconnected. Returns whether a signal that was pending in the other
-    /// process was delivered.
+    /// Reports to the other process that the vector was connected or disconnected. Returns whether this delivered a signal that
+    /// was pending there.
     fn set_eventfd(&self, eventfd: Option<&EventFd>) -> bool;
 
-    /// Forwards that the vector was masked or unmasked. Returns whether a signal that was pending in the other process was
-    /// delivered.
+    /// Reports to the other process that the vector was masked or unmasked. Returns whether this delivered a signal that was
+    /// pending there.
     fn set_masked(&self, masked: bool) -> bool;
 
     /// Returns whether a signal is pending in the other process.
@@ -61,31 +61,31 @@ pub trait VectorLink: fmt::Debug + Send + Sync {
 pub struct InterruptVector {
     state: Mutex<InterruptVectorState>,
     signals: AtomicU64,
-    /// Combination of [`NO_COALESCING`], [`PIN`] and [`DEASSERTS_ON_ACCESS`].
+    /// Flags of the vector: any of [`NO_COALESCING`], [`PIN`] and [`DEASSERTS_ON_ACCESS`].
     flags: AtomicU8,
     /// Thread of the vCPU that receives the interrupts; 0 if unknown.
     vcpu: AtomicI32,
     link: Option<Box<dyn VectorLink>>,
 }
 
-/// Flag: Coalescing Disable is set for the vector.
+/// Flag: the guest has set Coalescing Disable for the vector.
 const NO_COALESCING: u8 = 1 << 0;
 /// Flag: the vector is the INTx pin.
 const PIN: u8 = 1 << 1;
-/// Flag: the pin's level falls at an access to a BAR.
+/// Flag: the level of the INTx pin falls at an access to a BAR.
 const DEASSERTS_ON_ACCESS: u8 = 1 << 2;
 
 /// Event at which a VMM lowers the level of the INTx pin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PinDeassertion {
-    /// The guest's interrupt controller acknowledges the interrupt.
+    /// The guest's interrupt controller reports the end of the interrupt.
     Acknowledgement,
-    /// The guest accesses any register of a BAR. If a driver stores its doorbells only to memory, no access happens and the
-    /// level stays high.
+    /// The guest accesses any register of a BAR. The level stays high if a driver stores its doorbells only to memory, because
+    /// it then accesses no BAR.
     Access,
 }
 
-/// Destination of a vector.
+/// Destination of a vector's signals.
 #[derive(Debug)]
 enum VectorTarget {
     Own(EventFd),
@@ -96,13 +96,13 @@ enum VectorTarget {
 struct InterruptVectorState {
     target: Option<VectorTarget>,
     masked: bool,
-    /// True if the controller's registers mask the vector.
+    /// True if the controller's registers (INTMS and INTMC, or Interrupt Disable) mask the vector.
     register_masked: bool,
     pending: bool,
     is_pin: bool,
-    /// True if the pin's level was raised and has not fallen yet.
+    /// True from when the pin's level is raised until it falls.
     asserted: bool,
-    /// Number of times that the level fell.
+    /// Number of times that the pin's level fell.
     deassertions: u64,
 }
 
@@ -123,7 +123,7 @@ impl InterruptVectorState {
         }
         let delivered = match &self.target {
             _ if self.is_masked() => false,
-            // A full counter already holds a notification, so a failure loses none.
+            // If the counter is full, it already holds a notification. So a failure of the write loses none.
             Some(VectorTarget::Own(eventfd)) => eventfd::signal(eventfd).is_ok(),
             Some(VectorTarget::Client(eventfd)) => eventfd.signal(),
             None => false,
@@ -161,7 +161,7 @@ impl InterruptVector {
         if let Some(link) = &self.link
             && link.set_eventfd(eventfd.as_ref())
         {
-            // One signal covers all that were pending.
+            // One signal stands for all that were pending.
             state.pending = false;
         }
         self.connect(state, eventfd.map(VectorTarget::Own));
@@ -235,8 +235,8 @@ impl InterruptVector {
         self.flags() & DEASSERTS_ON_ACCESS != 0
     }
 
-    /// Returns a number for the present period in which the pin's level is high; `None` if the level is low or does not
-    /// fall at an access to a BAR, or if the vector is masked. Each period has another number.
+    /// Returns a number for the present period in which the pin's level is high; `None` if the level is low or does not fall at
+    /// an access to a BAR, or if the vector is masked. Each period has a number of its own.
     #[must_use]
     pub fn asserted_until_access(&self) -> Option<u64> {
         let state = self.state();
@@ -244,7 +244,7 @@ impl InterruptVector {
             .then_some(state.deassertions)
     }
 
-    /// Returns whether the vector is the INTx pin.
+    /// Returns whether the vector is the INTx pin, not a message.
     #[must_use]
     pub fn is_pin(&self) -> bool {
         self.flags() & PIN != 0
@@ -294,7 +294,8 @@ impl InterruptVector {
         }
     }
 
-    /// Raises the vector once. Costs a system call, so it is called once per batch.
+    /// Signals the vector, or leaves the signal pending if the vector is masked or not connected. A signal costs a system call,
+    /// so there is one per batch of completions.
     pub fn signal(&self) {
         self.signals.fetch_add(1, Ordering::Relaxed);
         self.state().deliver();
@@ -349,7 +350,7 @@ impl InterruptVector {
     }
 
     fn state(&self) -> MutexGuard<'_, InterruptVectorState> {
-        // Each change of the state is complete before a panic is possible.
+        // Each change of the state is complete before the next possible panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -428,7 +429,7 @@ mod tests {
         theirs.read().expect_err("its owner signals what is left");
         vector.signal();
         assert_eq!(theirs.read().expect("raised again"), 1);
-        // A signal during the mask is sent once the level has fallen and the vector is unmasked.
+        // A signal while the vector is masked is delivered once the level has fallen and the vector is unmasked.
         vector.set_register_masked(true);
         vector.signal();
         assert!(vector.is_pending());
@@ -436,7 +437,7 @@ mod tests {
         theirs.read().expect_err("masked");
         vector.set_register_masked(false);
         assert_eq!(theirs.read().expect("delivered"), 1);
-        // Reset while the level is high.
+        // The controller is reset while the level is high.
         vector.clear_pending();
         assert!(!vector.has_pin_interrupt());
         theirs.read().expect_err("nothing was signalled since");

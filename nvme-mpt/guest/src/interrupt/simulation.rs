@@ -9,19 +9,19 @@ use nvme_mpt_memory::clock::{TickRate, Ticks};
 use super::{CoalescingFeature, InterruptCoalescer, InterruptVector, OutstandingCommands};
 use crate::adaptive::PolicyChoice;
 
-/// Number of commands of guests with a constant load.
+/// Number of commands in a run of a guest with a constant load.
 const COMMANDS: u32 = 8_000;
 
-/// A guest with one processor.
+/// A guest with one processor. Times are in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 struct CoalescingTestGuest {
-    /// Cost of an interrupt, without the completions that it reports.
+    /// Time of the guest for an interrupt, without the completions that it reports.
     interrupt: u64,
-    /// Cost of a completion and of the next command.
+    /// Time of the guest for a completion and for submitting the next command.
     command: u64,
 }
 
-/// Drive that takes `latency` per command, and processes `parallel` commands at a time.
+/// Drive that takes `latency` nanoseconds per command, and processes up to `parallel` commands at a time.
 #[derive(Clone, Copy, Debug)]
 struct CoalescingTestDrive {
     latency: u64,
@@ -31,7 +31,7 @@ struct CoalescingTestDrive {
 /// Number of commands that a guest keeps outstanding, and number of completions after which the phase ends.
 type CoalescingTestLoad = (u32, u32);
 
-/// Result of a phase.
+/// Results of one phase of a simulated load.
 #[derive(Clone, Copy, Debug)]
 struct CoalescingTestResult {
     ticks: u64,
@@ -179,7 +179,8 @@ const GUESTS: [CoalescingTestGuest; 4] = [
 /// Choices to compare: without coalescing, and with it.
 const CHOICES: [PolicyChoice; 2] = [PolicyChoice::Fixed, PolicyChoice::Learned];
 
-/// Checks the results of each guest on each drive, without coalescing and with it.
+/// Runs each guest on each drive with each of `depths` commands outstanding. `check` gets the results without coalescing and
+/// with it.
 fn each(depths: &[u32], mut check: impl FnMut(String, CoalescingTestResult, CoalescingTestResult)) {
     for guest in GUESTS {
         for drive in DRIVES {
@@ -223,7 +224,7 @@ fn a_guest_with_one_command_outstanding_has_its_interrupts_at_once() {
 
 #[test]
 fn guests_that_interrupts_keep_from_their_work_get_more_done() {
-    // Each completion arrives right after its command, while the guest submits the next one.
+    // Each completion arrives right after its command was submitted, while the guest submits the next command.
     let drive = CoalescingTestDrive {
         latency: 1000,
         parallel: 1,
@@ -237,7 +238,7 @@ fn guests_that_interrupts_keep_from_their_work_get_more_done() {
     assert!(without.interrupts == u64::from(COMMANDS), "{without:?}");
     assert!(with.interrupts * 8 < u64::from(COMMANDS), "{with:?}");
     assert!(with.ticks * 2 < without.ticks, "{without:?} {with:?}");
-    // No completion waits for longer than all completions before it take.
+    // No completion waits for as long as the guest needs for 32 completions with an interrupt each.
     assert!(with.longest < 32 * (100_000 + 50_000), "{with:?}");
 }
 

@@ -7,7 +7,7 @@ use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 
 use crate::adaptive::{IommuBudget, IommuBudgetUse, IommuShareRefusal};
 
-/// Budget of a resource that VMs and the driver share: an IOMMU's mappings or its addresses.
+/// Budget of a resource that VMs and the driver share: an IOMMU's mappings, or the bytes of its address space.
 #[derive(Debug)]
 pub(super) struct SharedBudget {
     rule: IommuBudget,
@@ -22,7 +22,7 @@ impl SharedBudget {
         })
     }
 
-    /// Takes an amount for the driver itself.
+    /// Takes mappings or bytes of addresses for the driver itself, without a check. Dropping the permit returns them.
     pub(super) fn take_for_driver(self: &Arc<Self>, amount: u64) -> BudgetPermit {
         self.used().by_driver += amount;
         BudgetPermit::new(BudgetHolder::Driver(self.clone()), amount)
@@ -34,23 +34,25 @@ impl SharedBudget {
     }
 }
 
-/// Justification for giving a VM an amount.
+/// Reason for which a VM gets mappings or addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BudgetEntitlement {
-    /// Amount for new memory: the budget's rule decides.
+    /// The VM maps new memory: the budget's rule decides.
     New,
-    /// Amount that the VM had under the old server. It is granted without a check, because the old server checked it.
+    /// The VM had the mappings or addresses under the predecessor. They are granted without a check, because the predecessor
+    /// has checked them.
     Inherited,
-    /// Amount for memory that, by the VMM's claim, was mapped under the old server. If the memory is still mapped in the IOMMU,
-    /// the amount is granted. Otherwise the budget's rule decides.
+    /// The VMM claims that the memory was mapped under the predecessor. If the IOMMU still maps the memory, the mappings or
+    /// addresses are granted; if not, the budget's rule decides.
     Claimed,
 }
 
-/// Share of one VM in a [`SharedBudget`].
+/// Share of one VM in a [`SharedBudget`]: the mappings or bytes of addresses that the VM has.
 #[derive(Debug)]
 pub(crate) struct VmShare {
     budget: Arc<SharedBudget>,
-    /// Amount that the VM has. It is changed together with `budget.used`, under the lock of `used`.
+    /// Number of mappings, or bytes of addresses, that the VM has. It is changed together with `budget.used`, under the lock of
+    /// `used`.
     taken: AtomicU64,
 }
 
@@ -62,7 +64,8 @@ impl VmShare {
         })
     }
 
-    /// Takes an amount for the VM if the budget's rule allows it. Dropping the permit returns the amount.
+    /// Takes `amount` mappings or bytes of addresses for the VM, if the budget's rule allows it. Dropping the permit returns
+    /// them.
     pub(crate) fn take(self: &Arc<Self>, amount: u64) -> Result<BudgetPermit, IommuShareRefusal> {
         let used = self.budget.used();
         let taken = self.taken.load(Ordering::Relaxed);
@@ -70,7 +73,8 @@ impl VmShare {
         Ok(self.grant(used, amount))
     }
 
-    /// Takes an amount for the VM, with this justification. Dropping the permit returns the amount.
+    /// Takes `amount` mappings or bytes of addresses for the VM, for the reason `demand`. The budget's rule decides, except for
+    /// [`BudgetEntitlement::Inherited`]. Dropping the permit returns them.
     pub(crate) fn take_entitled(
         self: &Arc<Self>,
         amount: u64,
@@ -82,7 +86,8 @@ impl VmShare {
         }
     }
 
-    /// Takes an amount that the VM had under the old server. The budget's rule is not asked.
+    /// Takes mappings or addresses that the VM had under the predecessor. They are granted without a check, because the
+    /// predecessor has checked them.
     pub(crate) fn take_inherited(self: &Arc<Self>, amount: u64) -> BudgetPermit {
         self.grant(self.budget.used(), amount)
     }
@@ -104,7 +109,7 @@ enum BudgetHolder {
     Vm(Arc<VmShare>),
 }
 
-/// Amount taken from a [`SharedBudget`]. Dropping the permit returns the amount.
+/// Mappings, or bytes of addresses, taken from a [`SharedBudget`]. Dropping the permit returns them.
 #[derive(Debug)]
 pub(crate) struct BudgetPermit {
     holder: BudgetHolder,
@@ -122,7 +127,7 @@ impl BudgetPermit {
         }
     }
 
-    /// Makes this permit permanent, because the resource cannot be freed, for example after a failed unmapping.
+    /// Makes this permit permanent, because what it stands for can no longer be freed, for example after a failed unmapping.
     pub(super) fn make_permanent(&mut self) {
         self.is_permanent = true;
     }
@@ -151,10 +156,10 @@ mod tests {
     use super::*;
     use crate::adaptive::{ASSURED, ASSURED_DIVISOR, DRIVER_DIVISOR, PolicyChoice};
 
-    /// VFIO's default.
+    /// Maximum number of mappings of a VFIO container by default.
     const MAX: u64 = 65_535;
 
-    /// Takes mappings until a request is refused, at most `most`.
+    /// Takes mappings one by one until the budget refuses one, at most `most`.
     fn take(vm: &Arc<VmShare>, most: usize) -> Vec<BudgetPermit> {
         std::iter::from_fn(|| vm.take(1).ok()).take(most).collect()
     }
@@ -168,7 +173,7 @@ mod tests {
         let budget = mappings(PolicyChoice::Learned, Some(MAX));
         let vms = [(); 3].map(|()| VmShare::new(&budget));
         let taken = vms.each_ref().map(|vm| take(vm, crate::dma::MAX_REGIONS));
-        // The first VM takes the maximum, and two more VMs can do the same.
+        // The first VM takes the maximum of one VM, and two more VMs can do the same.
         assert_eq!(taken.map(|taken| taken.len()), [crate::dma::MAX_REGIONS; 3]);
         let boundless = VmShare::new(&mappings(PolicyChoice::Learned, None));
         assert_eq!(take(&boundless, 100_000).len(), 100_000);
@@ -185,7 +190,8 @@ mod tests {
         assert_eq!(taken.len(), 899);
         let error = ninth.take(1).expect_err("no more than that");
         assert_eq!((error.taken, error.max), (taken.len() as u64, MAX));
-        // Further VMs get their assured mappings, whatever these VMs do: the assured part is enough for 255 VMs.
+        // Further VMs get their assured mappings, although these VMs have taken as much as they can: the assured part is enough
+        // for 255 VMs.
         let others: Vec<_> = (9..MAX / ASSURED_DIVISOR / ASSURED)
             .map(|_| take(&VmShare::new(&budget), ASSURED as usize))
             .collect();
@@ -201,7 +207,7 @@ mod tests {
         assert_eq!((by_driver, by_vms), (0, 0));
     }
 
-    /// Returns the mappings of VMs that start one after the other and each take as many as possible.
+    /// Returns the number of mappings of each VM, if VMs start one after the other and each takes as many as it can get.
     fn greedy(choice: PolicyChoice, vms: usize) -> Vec<usize> {
         let budget = mappings(choice, Some(MAX));
         let taken = (0..vms).map(|_| take(&VmShare::new(&budget), crate::dma::MAX_REGIONS));
@@ -218,7 +224,7 @@ mod tests {
         assert_eq!(greedy(PolicyChoice::Fixed, 9), [4095; 9]);
     }
 
-    /// Size of an IOVA space of 39 bits.
+    /// Bytes of an IOVA space of 39 bits.
     const NARROW: u64 = 1 << 39;
 
     const GIB: u64 = 1 << 30;
@@ -283,7 +289,7 @@ mod tests {
     }
 
     proptest! {
-        /// VMs take and return mappings in any order.
+        /// VMs take and return mappings in random order, and each VM can always take its assured mappings.
         #[test]
         fn assured_mappings_are_available(
             learned in any::<bool>(),

@@ -34,7 +34,7 @@ impl MappingOwner {
     /// Owner of the driver's memory.
     pub const DRIVER: Self = Self(0);
 
-    /// UUID namespace of functions' ids (RFC 9562, version 5).
+    /// Namespace of the UUIDs (RFC 9562, version 5) that stand for functions' ids.
     const FUNCTIONS: Uuid = uuid!("8d2f6c1e-3f0a-4b57-9f0b-6b0f4f0c6a51");
 
     /// Returns the owner for the function whose lease has this id.
@@ -94,12 +94,12 @@ impl IommuMapping {
         self.iova + self.len
     }
 
-    /// Returns the identity of the memory; `None` for memory that ends with its process.
+    /// Returns the identity of the mapped memory; `None` for memory that ends with its process.
     pub(super) fn memory_key(&self) -> Option<MappedMemoryKey> {
         Some((self.owner, self.file?, self.len, self.writable))
     }
 
-    /// Returns whether the mapping overlaps the `len` bytes at a place in a file. The place and `len` may be untrusted.
+    /// Returns whether the mapped memory overlaps the `len` bytes at a place in a file. The place and `len` may be untrusted.
     pub(super) fn overlaps(&self, file: MappedFile, len: u64) -> bool {
         self.file.is_some_and(|own| {
             let is_file = (own.device, own.inode) == (file.device, file.inode);

@@ -16,7 +16,7 @@
 //! slot is free. So a process may be killed between any two stores: the mapping of a `MAPPED` slot exists, that of a
 //! `MAPPING` or `UNMAPPING` slot may exist, and no other mapping exists.
 //!
-//! A process writes only to its own table. It reads the table of the old server as untrusted data.
+//! A process writes only to its own table. It reads the table of the predecessor as untrusted data.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -48,18 +48,18 @@ const UNMAPPING: u64 = 3;
 const WRITABLE: u64 = 1;
 const HAS_FILE: u64 = 2;
 
-/// Slots of a table if the IOMMU reports no limit: the default number of VFIO mappings.
+/// Number of slots of a table (one for each mapping) if the IOMMU reports no limit: the default limit of VFIO mappings.
 const SLOTS_DEFAULT: usize = 65_536;
 
-/// Maximum number of slots of a table.
+/// Maximum number of slots of a table, one for each mapping.
 const SLOTS_MAX: usize = 1 << 20;
 
 /// Mappings left by a process that died.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RecordedMappings {
-    /// Mappings that exist.
+    /// Mappings that certainly exist.
     pub(super) mapped: Vec<IommuMapping>,
-    /// Address ranges in which a mapping may exist.
+    /// Address ranges in which a mapping may exist: the process died while it made or removed one there.
     pub(super) uncertain: Vec<Range<u64>>,
 }
 
@@ -147,20 +147,20 @@ impl RecordedMappings {
     }
 }
 
-/// Table of this process.
+/// Table in which this process records its mappings, for a successor.
 #[derive(Debug)]
 pub(super) struct MappingTable {
     memory: Arc<Mapping>,
-    /// Slots by the first address of their mappings.
+    /// Slot of each mapping, by the mapping's first address.
     slot_by_iova: BTreeMap<u64, usize>,
-    /// Slots that were in use and are free.
+    /// Slots that are free again after use.
     free: Vec<usize>,
     used: usize,
     slots: usize,
 }
 
 impl MappingTable {
-    /// Creates a table of existing mappings, and its file. `most` is the maximum number of mappings of the IOMMU.
+    /// Creates a table of the existing `mappings`, and its file. `most` is the maximum number of mappings of the IOMMU.
     pub(super) fn new<'a>(
         most: Option<u64>,
         mappings: impl Iterator<Item = &'a IommuMapping>,
@@ -185,7 +185,7 @@ impl MappingTable {
         Ok((table, file))
     }
 
-    /// Notes that a mapping is about to be made.
+    /// Records that a mapping is about to be made. Called before the request to the IOMMU.
     pub(super) fn begin_mapping(&mut self, mapping: &IommuMapping) {
         if self.slot_by_iova.contains_key(&mapping.iova) {
             log::error!(
@@ -222,23 +222,23 @@ impl MappingTable {
         self.slot_by_iova.insert(iova, slot);
     }
 
-    /// Notes that a mapping was made.
+    /// Records that a mapping was made.
     pub(super) fn finish_mapping(&self, iova: u64) {
         self.set_state(iova, MAPPED);
     }
 
-    /// Notes that a mapping is about to be unmapped.
+    /// Records that a mapping is about to be unmapped. Called before the request to the IOMMU.
     pub(super) fn begin_unmapping(&self, iova: u64) {
         self.set_state(iova, UNMAPPING);
     }
 
-    /// Notes that a mapping was unmapped, or could not be made.
+    /// Records that a mapping was unmapped, or could not be made.
     pub(super) fn remove(&mut self, iova: u64) {
         self.set_state(iova, FREE);
         self.free.extend(self.slot_by_iova.remove(&iova));
     }
 
-    /// Marks the table as invalid.
+    /// Marks the table as invalid, so that a successor does not use it.
     pub(super) fn invalidate(&self) {
         self.store(MAGIC_OFFSET, 0);
     }
@@ -282,12 +282,12 @@ pub(super) mod kill_points {
         static LOOK: RefCell<Option<CutHook>> = const { RefCell::new(None) };
     }
 
-    /// Sets the function that this thread calls at each of these points.
+    /// Sets the function that this thread calls at each point at which a test simulates a kill.
     pub(crate) fn set_hook(look: Option<CutHook>) {
         LOOK.set(look);
     }
 
-    /// Calls the function that was set. Runs after each store to a table and each change of the IOMMU.
+    /// Calls the function that a test has set. Called after each store to a table and each change of the IOMMU.
     pub(crate) fn run_hook() {
         LOOK.with_borrow_mut(|look| {
             if let Some(look) = look {

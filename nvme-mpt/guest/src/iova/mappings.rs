@@ -14,7 +14,7 @@ use nvme_mpt_memory::MappedWord64;
 use super::mapping::{IommuMapping, MappedFile, MappedMemoryKey, MappingOwner};
 use super::mapping_table::MappingTable;
 
-/// Word in a shared file by which another process learns that its list of mappings is outdated.
+/// Word in a file shared with another process. It tells that process that its list of mappings is outdated.
 #[derive(Debug)]
 pub struct StaleMappingsFlag(MappedWord64);
 
@@ -31,33 +31,34 @@ impl StaleMappingsFlag {
     }
 }
 
-/// Mappings of an IOMMU by first address.
+/// Mappings of an IOMMU, by first address: those of this process, and those inherited from the predecessor.
 #[derive(Debug, Default)]
 pub(super) struct IommuMappings {
     current: BTreeMap<u64, IommuMapping>,
     inherited: BTreeMap<u64, InheritedMapping>,
     /// First addresses of inherited mappings, by owner.
     by_owner: BTreeMap<MappingOwner, BTreeSet<u64>>,
-    /// Mappings of the old server that are about to be unmapped, because no memory can take them over any more.
+    /// Mappings of the predecessor that are about to be unmapped, because no memory can take them over any more.
     unmapping: BTreeMap<u64, IommuMapping>,
-    /// First addresses of inherited mappings by their memory. Mappings in an allocated IOVA range are not listed.
+    /// First addresses of inherited mappings, by the identity of their memory. Mappings in an allocated IOVA range are not
+    /// listed.
     by_memory: BTreeMap<MappedMemoryKey, BTreeSet<u64>>,
-    /// Flag to set at each change, once another process has a list of the mappings.
+    /// Flag that each change sets, once another process has a list of the mappings.
     stale_flag: Option<StaleMappingsFlag>,
-    /// Table of all mappings for a successor, if this process dies.
+    /// Table in which a successor finds all mappings, if this process dies.
     table: Option<MappingTable>,
 }
 
-/// Mapping of the old server that no memory has taken over yet.
+/// Mapping of the predecessor that no memory has taken over yet.
 #[derive(Debug)]
 struct InheritedMapping {
     mapping: IommuMapping,
-    /// True if the mapping's addresses lie in an allocated IOVA range.
+    /// True if the mapping's addresses lie in an allocated IOVA range, so that only memory in that range can take it over.
     is_in_range: bool,
 }
 
 impl IommuMappings {
-    /// Adds the mappings of the old server.
+    /// Adds the mappings of the predecessor.
     pub(super) fn inherit(&mut self, mappings: Vec<IommuMapping>) {
         for mapping in mappings {
             let inherited = InheritedMapping {
@@ -87,13 +88,14 @@ impl IommuMappings {
         }
     }
 
-    /// Returns all mappings: those of this process, and those of the old server that memory may still take over.
+    /// Returns all mappings that are not about to be unmapped: those of this process, and those of the predecessor that a VM's
+    /// memory may still take over.
     fn all(&self) -> impl Iterator<Item = &IommuMapping> {
         let inherited = self.inherited.values().map(|entry| &entry.mapping);
         self.current.values().chain(inherited)
     }
 
-    /// Returns whether there are mappings of the old server that no memory has taken over yet.
+    /// Returns whether there are mappings of the predecessor that no memory has taken over yet.
     pub(super) fn has_inherited(&self) -> bool {
         !self.inherited.is_empty()
     }
@@ -103,13 +105,13 @@ impl IommuMappings {
         !self.unmapping.is_empty()
     }
 
-    /// Returns all mappings. `outdated` is set at each later change.
+    /// Returns all mappings, for another process. `outdated` is set at each later change.
     pub(super) fn list_with_flag(&mut self, outdated: StaleMappingsFlag) -> Vec<IommuMapping> {
         self.stale_flag = Some(outdated);
         self.all().copied().collect()
     }
 
-    /// Starts to record all mappings in a table. Returns its file.
+    /// Starts to record all mappings in a table for a successor. Returns the table's file.
     pub(super) fn start_record(&mut self, most: Option<u64>) -> io::Result<OwnedFd> {
         let all = self.all().chain(self.unmapping.values());
         let (table, file) = MappingTable::new(most, all)?;
@@ -120,7 +122,7 @@ impl IommuMappings {
         Ok(file)
     }
 
-    /// Ends [`Self::start_record`] and marks the table as invalid.
+    /// Ends the recording in a table, and marks the table as invalid.
     pub(super) fn end_record(&mut self) {
         if let Some(table) = self.table.take() {
             table.invalidate();
@@ -134,7 +136,7 @@ impl IommuMappings {
         }
     }
 
-    /// Notes that a mapping is about to be made.
+    /// Records that a mapping is about to be made. Called before the request to the IOMMU.
     pub(super) fn begin_mapping(&mut self, mapping: &IommuMapping) {
         self.mark_stale();
         if let Some(table) = &mut self.table {
@@ -142,7 +144,7 @@ impl IommuMappings {
         }
     }
 
-    /// Notes that a mapping which [began](Self::begin_mapping) was made.
+    /// Records that a mapping which [began](Self::begin_mapping) was made.
     pub(super) fn finish_mapping(&mut self, mapping: IommuMapping) {
         self.mark_stale();
         if let Some(table) = &self.table {
@@ -151,7 +153,7 @@ impl IommuMappings {
         self.current.insert(mapping.iova, mapping);
     }
 
-    /// Notes that a mapping is about to be unmapped.
+    /// Records that a mapping is about to be unmapped. Called before the request to the IOMMU.
     pub(super) fn begin_unmapping(&self, iova: u64) {
         self.mark_stale();
         if let Some(table) = &self.table {
@@ -159,7 +161,7 @@ impl IommuMappings {
         }
     }
 
-    /// Notes that a mapping was unmapped, or could not be made.
+    /// Records that a mapping was unmapped, or could not be made.
     pub(super) fn remove(&mut self, iova: u64) {
         self.mark_stale();
         self.current.remove(&iova);
@@ -169,21 +171,21 @@ impl IommuMappings {
         }
     }
 
-    /// Returns whether the old server left exactly this memory mapped, at addresses outside of all allocated IOVA ranges.
+    /// Returns whether the predecessor left exactly this memory mapped, at addresses outside of all allocated IOVA ranges.
     pub(super) fn has_memory(&self, owner: MappingOwner, file: MappedFile, len: u64) -> bool {
         let mut accesses = [true, false].into_iter();
         accesses.any(|writable| self.by_memory.contains_key(&(owner, file, len, writable)))
     }
 
-    /// Returns the first address at which the old server left this memory mapped.
+    /// Returns the first address at which the predecessor left this memory mapped, outside of all allocated IOVA ranges.
     pub(super) fn find_iova(&self, wanted: &IommuMapping) -> Option<u64> {
         let places = self.by_memory.get(&wanted.memory_key()?)?;
         places.first().copied()
     }
 
-    /// Returns the first addresses of all inherited mappings in `range`, if one IOVA range can take over all of them: one
-    /// mapping starts at the range's start, all have its owner, file and distance between IOVA and file offset, and none
-    /// crosses an end of the range.
+    /// Returns the first addresses of all inherited mappings in `range`, if one IOVA range can take over all of them. For that,
+    /// one mapping starts at the range's start; all have its owner, its file and its distance between IOVA and file offset; and
+    /// none crosses an end of the range.
     pub(super) fn inherited_within(&self, range: &Range<u64>) -> Option<Vec<u64>> {
         let first = &self.inherited.get(&range.start)?.mapping;
         let before = self.inherited.range(..range.start).next_back();
@@ -200,7 +202,7 @@ impl IommuMappings {
         .collect()
     }
 
-    /// Notes that the addresses of a mapping now lie in an allocated IOVA range.
+    /// Notes that the addresses of an inherited mapping now lie in an allocated IOVA range.
     pub(super) fn assign_to_range(&mut self, iova: u64) {
         if let Some(entry) = self.inherited.get_mut(&iova) {
             entry.is_in_range = true;
@@ -209,13 +211,13 @@ impl IommuMappings {
         }
     }
 
-    /// Returns whether the old server left this mapping and no memory has taken it over yet.
+    /// Returns whether the predecessor left this mapping and no memory has taken it over yet.
     pub(super) fn is_inherited(&self, wanted: &IommuMapping) -> bool {
         let entry = self.inherited.get(&wanted.iova);
         entry.is_some_and(|entry| entry.mapping == *wanted && wanted.file.is_some())
     }
 
-    /// Takes over a mapping that the old server left. Returns whether there is such a mapping.
+    /// Takes over a mapping that the predecessor left. Returns whether there is such a mapping.
     pub(super) fn adopt(&mut self, wanted: &IommuMapping) -> bool {
         let is_it = self.is_inherited(wanted);
         if is_it {
@@ -239,8 +241,8 @@ impl IommuMappings {
         Some(entry)
     }
 
-    /// Removes inherited mappings that no memory has taken over and that lie outside of allocated IOVA ranges, so that the
-    /// caller unmaps them.
+    /// Removes and returns the inherited mappings that lie outside of allocated IOVA ranges and that no memory has taken over.
+    /// The caller unmaps them.
     pub(super) fn take_unassigned(&mut self) -> Vec<(IommuMapping, bool)> {
         let free = self
             .inherited
@@ -249,8 +251,8 @@ impl IommuMappings {
         self.take_iovas(free.map(|(iova, _)| *iova).collect())
     }
 
-    /// Removes an owner's inherited mappings that overlap these bytes of a file and that no memory has taken over, so that the
-    /// caller unmaps them.
+    /// Removes and returns an owner's inherited mappings that overlap these bytes of a file and that no memory has taken over.
+    /// The caller unmaps them.
     pub(super) fn take_overlapping(
         &mut self,
         owner: MappingOwner,
@@ -263,8 +265,8 @@ impl IommuMappings {
         self.take_iovas(of_file.map(|entry| entry.mapping.iova).collect())
     }
 
-    /// Removes inherited mappings in a range of addresses that no memory has taken over, so that the caller unmaps them. The
-    /// flag of each mapping is true if its addresses lie in an allocated IOVA range.
+    /// Removes and returns the inherited mappings in a range of addresses that no memory has taken over. The caller unmaps
+    /// them. The flag of each mapping is true if its addresses lie in an allocated IOVA range.
     pub(super) fn take_inherited(&mut self, range: Range<u64>) -> Vec<(IommuMapping, bool)> {
         // A mapping that starts before the range may reach into it.
         let before = self.inherited.range(..range.start).next_back();

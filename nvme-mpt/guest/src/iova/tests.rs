@@ -18,7 +18,8 @@ const PAGE: u64 = 4096;
 
 const DRIVER: MappingOwner = MappingOwner::DRIVER;
 
-/// Budget demand of a function for memory that it had mapped in the predecessor.
+/// Arguments for memory that the function had mapped under the predecessor: the budget does not check it, and its inherited
+/// mapping is searched.
 const HAD: (BudgetEntitlement, bool) = (BudgetEntitlement::Inherited, true);
 
 /// Mappings in the kernel, which refuses overlapping mappings and unmaps only whole mappings.
@@ -96,7 +97,8 @@ fn memory(file: &OwnedFd, offset: u64, pages: u64, access: MappingAccess) -> Map
     Mapping::shared(file.as_fd(), offset, len, access).expect("map")
 }
 
-/// Maps pages 0 and 2 of a file in a process that ends. Returns the next process's inheritance, the file, and the IOVAs.
+/// Maps pages 0 and 2 of a file in a process that ends. Returns the mappings that the next process inherits, the file, and the
+/// IOVAs.
 fn ended(iommu: &Arc<SharedIommu>) -> (Vec<IommuMapping>, OwnedFd, Vec<u64>) {
     let file = memfd(c"guest", 16 * PAGE).expect("memory");
     let space = space(iommu, Vec::new());
@@ -159,7 +161,7 @@ fn inherited_file_memory_is_reused_and_the_rest_unmapped() {
     let new = map(1).expect("free");
     assert_eq!(iommu.made(), made + 1);
     next.end_inheritance();
-    // The driver's page of lists was unmapped.
+    // The page of the driver's lists was unmapped, so the three pages of the guest are left.
     assert_eq!(iommu.starts().len(), 3);
     drop((pages, new, first));
     assert_eq!(iommu.starts(), [] as [u64; 0]);
@@ -223,7 +225,7 @@ fn inherited_memory_counts_for_its_owner() {
         let mapping = IommuMapping::new(0, &memory, &part, MappingAccess::ReadWrite, DRIVER);
         (mapping.file.expect("a file"), mapping.len)
     };
-    // The old process had mapped pages 0 and 2, but not page 1.
+    // The predecessor had mapped pages 0 and 2, but not page 1.
     let own = [0, 1, 2].map(|page| place(&file, page, 1));
     assert_eq!(next.inherited_bytes(DRIVER, &own), 2 * PAGE);
     // The range differs from the inherited mapping, so it would be mapped again.
@@ -437,7 +439,7 @@ fn parts_never_overlap_and_come_back() {
     assert!(space.allocate(0).is_none());
 }
 
-/// State that a killed process leaves.
+/// State that a process leaves which is killed at some moment.
 #[derive(Clone, Debug)]
 struct KilledProcessState {
     table: Vec<u8>,
@@ -446,7 +448,7 @@ struct KilledProcessState {
     pages: BTreeSet<u64>,
 }
 
-/// Size of a table with 64 slots, in bytes.
+/// Size in bytes of a table with 64 slots.
 const TABLE: usize = 4096 + 64 * 64;
 
 fn bytes_of(table: &OwnedFd) -> Vec<u8> {

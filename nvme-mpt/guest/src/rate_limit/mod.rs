@@ -20,16 +20,16 @@ use serde::{Deserialize, Serialize};
 
 pub use lease_weight::{LeaseWeight, LeaseWeightError};
 
-/// Default burst of a limit, as the time in which it fills.
+/// Default burst of a limit, as the time in which an empty bucket fills to that size.
 const DEFAULT_BURST: Duration = Duration::from_millis(10);
 
-/// Maximum time for which a queue is not polled although its bucket already has credit.
+/// Maximum time by which the poll of a queue is delayed although its bucket already has credit.
 const POLL_PAUSE: Duration = Duration::from_millis(1);
 
-/// Maximum time for which a queue is not polled because its bucket has no credit.
+/// Maximum time between two polls of a queue whose bucket has no credit.
 const POLL_PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// Rate in I/Os or bytes per second, and burst.
+/// Limit as a rate in I/Os or bytes per second, and a burst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RateLimit {
@@ -100,7 +100,7 @@ impl RateLimit {
     /// MiB. At this limit, that debt is paid off in 24 s, within the 30 s command timeout of guest drivers.
     pub const BYTES_MIN: ByteSize = ByteSize(256 << 10);
 
-    /// Parses `NUMBER_BYTES` or `NUMBER+BURST`, in commands.
+    /// Parses a limit of commands: `NUMBER`, or `NUMBER+BURST` with the burst in commands.
     ///
     /// # Errors
     /// [`RateLimitError::Commands`].
@@ -112,7 +112,7 @@ impl RateLimit {
         Self::parse(text, number).ok_or(RateLimitError::Commands)
     }
 
-    /// Parses `SIZE` or `SIZE+BURST`, in bytes.
+    /// Parses a limit of bytes: `SIZE` or `SIZE+BURST`.
     ///
     /// # Errors
     /// [`RateLimitError::Bytes`].
@@ -170,7 +170,7 @@ impl RateLimiter {
             iops: TokenBucket::default(),
             bandwidth: TokenBucket::default(),
         };
-        // Without a debt, the present time does not matter.
+        // A new limiter has no debt, so the present time does not matter.
         limiter.set(limits, Ticks(0));
         limiter
     }
@@ -185,7 +185,7 @@ impl RateLimiter {
         self.bandwidth.set(bandwidth, self.rate, now);
     }
 
-    /// Returns whether there is a limit.
+    /// Returns whether the lease has a limit of commands or bytes.
     #[must_use]
     pub fn is_limited(&self) -> bool {
         self.iops.is_limited() || self.bandwidth.is_limited()
@@ -223,7 +223,7 @@ impl RateLimiter {
         self.due().max(first).min(last)
     }
 
-    /// Returns the current use of the limits, for the limiter of the lease's next back end.
+    /// Returns the present use of the limits, with which the lease's next back end continues.
     #[must_use]
     pub fn usage(&self) -> RateLimiterUse {
         RateLimiterUse {
@@ -232,20 +232,20 @@ impl RateLimiter {
         }
     }
 
-    /// Restores the use of the limits by the lease's previous back end.
+    /// Continues with the use of the limits by the lease's previous back end.
     pub fn restore(&self, used: RateLimiterUse, now: Ticks) {
         self.iops.restore(used.iops, now);
         self.bandwidth.restore(used.bandwidth, now);
     }
 
-    /// Returns the time from which [`Self::allowance`] is above zero.
+    /// Returns the time from which [`Self::allowance`] is above zero, so that a command may be fetched.
     #[must_use]
     pub fn due(&self) -> Ticks {
         self.iops.due().max(self.bandwidth.due())
     }
 }
 
-/// Use of a lease's limits in this process.
+/// Use of a lease's limits so far, as moments on the clock of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RateLimiterUse {
     iops: BucketUse,
@@ -260,7 +260,7 @@ impl RateLimiterUse {
     }
 }
 
-/// Use of a bucket: the cost per unit, and the moment at which credit and debt are zero.
+/// State of a bucket: the cost of a unit (an I/O or a byte), and the moment at which credit and debt are zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct BucketUse {
     cost: u64,
@@ -268,8 +268,9 @@ struct BucketUse {
 }
 
 impl BucketUse {
-    /// Converts the moment to another cost in ticks per unit. If a unit costs less, the debt keeps its units; if it costs more,
-    /// the debt keeps its time. Returns `None` if there is no debt or was no limit.
+    /// Returns the moment at which a debt is paid off if a unit costs `cost` ticks from now on. If a unit gets cheaper, the
+    /// debt keeps its units; if a unit gets dearer, the debt keeps its time. Returns `None` if there is no debt or was no
+    /// limit.
     fn convert_cost(self, cost: u64, now: Ticks) -> Option<u64> {
         let debt = self.even.checked_sub(now.0)?;
         let left = (u128::from(debt) * u128::from(cost)).checked_div(self.cost.into())?;
@@ -278,17 +279,17 @@ impl BucketUse {
     }
 }
 
-/// Fractional bits of a cost in ticks. A cost of 100 ticks has an error below one millionth.
+/// Number of fractional bits of a cost in ticks. A cost of 100 ticks has an error below one millionth.
 const FRACTION_BITS: u32 = 20;
 
-/// Token bucket of one limit.
+/// Token bucket of one limit. A unit is an I/O or a byte.
 #[derive(Debug, Default)]
 struct TokenBucket {
     /// Ticks per unit, in fixed point with [`FRACTION_BITS`] fractional bits; 0 without a limit.
     cost: AtomicU64,
-    /// Ticks in which an empty bucket fills.
+    /// Ticks in which an empty bucket fills completely.
     capacity: AtomicU64,
-    /// Tick at which credit and debt are zero.
+    /// Tick at which credit and debt are zero: later than now for a debt, earlier than now for credit.
     even: AtomicU64,
 }
 
@@ -304,7 +305,7 @@ impl TokenBucket {
             Some(burst) => cost_ticks(cost, burst.get()),
             None => rate.ticks(DEFAULT_BURST),
         };
-        // The bucket holds at least one unit, because otherwise no command would pass. It also holds the credit that
+        // The bucket holds at least one unit, because with less no command would ever pass. It also holds the credit that
         // accrues while the queue is not polled.
         let least = cost_ticks(cost, 1).saturating_add(1);
         let capacity = capacity.max(least).saturating_add(rate.ticks(POLL_PAUSE));
@@ -340,7 +341,7 @@ impl TokenBucket {
         self.cost.load(Ordering::Relaxed) != 0
     }
 
-    /// Returns the number of units that there is credit for.
+    /// Returns the number of units (I/Os or bytes) that the bucket has credit for.
     fn credit(&self, now: Ticks) -> u64 {
         let cost = self.cost.load(Ordering::Relaxed);
         if cost == 0 {
@@ -360,7 +361,7 @@ impl TokenBucket {
         }
         let spent = cost_ticks(cost, units);
         let update = |even: u64| Some(even.max(now.0).saturating_add(spent));
-        // The update is never refused.
+        // This update always succeeds.
         let _ = self
             .even
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, update);
@@ -373,13 +374,13 @@ impl TokenBucket {
         }
         let capacity = self.capacity.load(Ordering::Relaxed);
         let even = self.even.load(Ordering::Relaxed);
-        // Rounded up, so that there is credit for a unit at this moment.
+        // The moment is rounded up, so that there is credit for a unit at this moment.
         let earned = even.saturating_add(cost_ticks(cost, 1)).saturating_add(1);
         Ticks(earned.saturating_sub(capacity))
     }
 }
 
-/// Returns the cost of `units` in ticks.
+/// Returns the cost of `units` in ticks. `cost` is the cost of one unit, in fixed point.
 fn cost_ticks(cost: u64, units: u64) -> u64 {
     let ticks = (u128::from(cost) * u128::from(units)) >> FRACTION_BITS;
     u64::try_from(ticks).unwrap_or(u64::MAX)
@@ -401,8 +402,8 @@ mod tests {
         }
     }
 
-    /// Takes batches of at most `most` commands of `bytes` each, as early as permitted. Returns the number of commands in
-    /// `seconds`.
+    /// Takes batches of at most `most` commands of `bytes` each, as early as the limiter permits. Returns the number of
+    /// commands in `seconds`.
     fn taken(limiter: &RateLimiter, from: u64, seconds: u64, most: u32, bytes: u64) -> u64 {
         let (mut now, mut sum) = (from, 0);
         while now < from + seconds * SECOND {
@@ -417,7 +418,7 @@ mod tests {
             }
             limiter.charge(count, u64::from(count) * bytes, Ticks(now));
             sum += u64::from(count);
-            // The drive takes some time.
+            // The drive needs some time before the next batch.
             now += 1000;
         }
         sum
@@ -471,7 +472,7 @@ mod tests {
         };
         assert_eq!(weighed("", ""), "weight=300");
         assert_eq!(weighed("1", "2M"), "iops=1,bandwidth=2M,weight=300");
-        // The unit is ambiguous: 1000 or 1024?
+        // The unit is ambiguous: it could be 1000 or 1024.
         assert!(RateLimit::parse_iops("20K").is_err());
     }
 
@@ -597,7 +598,7 @@ mod tests {
             let wanted = wanted.min(1e6 * f64::from(most));
             let seconds = 2;
             let taken = taken(&limiter, SECOND, seconds, most, bytes) as f64 / seconds as f64;
-            // Slack for the burst of 10 ms and for a last batch.
+            // Allowance for the burst of 10 ms and for a last batch.
             let slack = wanted * 0.016 + f64::from(most) + 1.0;
             prop_assert!((taken - wanted).abs() <= slack, "{taken} of {wanted}");
         }

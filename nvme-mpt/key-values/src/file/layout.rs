@@ -69,7 +69,7 @@ impl KvDatabaseFile {
                 },
             })?;
         let file = open().map_err(io)?;
-        // If a sync of the old server failed, the page cache may differ from the disk, so drop its pages.
+        // If a sync of the predecessor failed, the page cache may differ from the disk, so its pages are dropped.
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
             .map_err(|errno| io(errno.into()))?;
         let capacity = match read_header(&file).map_err(io)? {

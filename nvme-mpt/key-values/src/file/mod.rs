@@ -163,7 +163,7 @@ impl KeyValueFile {
         self.request_queue.batches()
     }
 
-    /// Stops the thread, and waits for at most `patience` until it has ended. Returns whether it has ended.
+    /// Stops the thread, and waits for at most the timeout `patience` until it has ended. Returns whether it has ended.
     fn stop_thread(&mut self, patience: Duration) -> bool {
         self.request_queue.close();
         let Some(thread) = self.thread.take() else {

@@ -30,7 +30,7 @@ pub(in super::super) struct QueuedKvRequest {
 }
 
 impl QueuedKvRequest {
-    /// Returns the maximum number of bytes that the request transfers.
+    /// Returns the maximum number of bytes that the request transfers in either direction.
     fn bytes(&self) -> usize {
         match &self.request {
             KvRequest::Change(KvChange::Store { value, .. }) => value.len(),

@@ -31,7 +31,7 @@ struct UnsyncedWrites {
 }
 
 impl<B: StorageBackend> SyncedFile<B> {
-    /// Wraps a file. Its whole content counts as written since the last sync, because the old server may have written it.
+    /// Wraps a file. Its whole content counts as written since the last sync, because the predecessor may have written it.
     pub(super) fn new(file: B) -> Self {
         let mut unsynced = UnsyncedWrites {
             writes: Vec::new(),

@@ -54,16 +54,16 @@ use nvme_spec::status::Status;
 /// Status of commands on a removed drive, with Do Not Retry.
 const REMOVED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
-/// A fault with its state.
+/// Fault of a plan that is injected into the drive, with its state.
 #[derive(Debug)]
 struct ArmedFault {
     fault: PlannedFault,
-    /// Blocks that a command must touch; `None` for any command.
+    /// Blocks of which a command must touch one for the fault to apply; `None` if the fault applies to any blocks.
     blocks: Option<Range<u64>>,
-    /// State of the random number generator.
+    /// State of the fault's random number generator.
     rng_state: u64,
     schedule: FaultSchedule,
-    /// Delay by a latency fault, in ticks.
+    /// Ticks by which a latency fault delays a command.
     delay_ticks: u64,
 }
 
@@ -446,7 +446,7 @@ impl FaultInjector {
         self.blocks.load(Ordering::Acquire)
     }
 
-    /// Returns true if all commands pass, because there are no faults and no lasting effects.
+    /// Returns true if all commands pass, because the drive has no faults and no lasting effects of earlier faults.
     fn is_idle(&self) -> bool {
         !self.has_faults.load(Ordering::Acquire)
             && !self.is_gone()

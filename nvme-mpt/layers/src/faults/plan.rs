@@ -183,7 +183,7 @@ impl FaultOperationSet {
     }
 }
 
-/// Probability that a fault hits, in units of 1/[`Self::CERTAIN`].
+/// Probability that a fault hits a command to which it applies, in units of 1/[`Self::CERTAIN`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct FaultProbability(pub(super) u64);
 
@@ -191,13 +191,13 @@ impl FaultProbability {
     /// Number of distinct probabilities: 53 bits, the precision of an `f64`.
     const CERTAIN: u64 = 1 << 53;
 
-    /// Converts a probability; returns `None` if `share` is not above 0, or is above 1.
+    /// Converts a probability. Returns `None` if `share` is not above 0, or is above 1.
     fn new(share: f64) -> Option<Self> {
         let times = (share * Self::CERTAIN as f64).round();
         (share > 0.0 && share <= 1.0).then_some(Self((times as u64).max(1)))
     }
 
-    /// Returns whether a fault with this probability hits a command, for a random number.
+    /// Returns whether a fault with this probability hits a command. `random` is the command's random number.
     pub(super) fn is_hit(self, random: u64) -> bool {
         random >> 11 < self.0
     }
@@ -250,23 +250,23 @@ impl FaultEffect {
     }
 }
 
-/// Kind of fault in a plan.
+/// Kind of fault: the value of `kind` in a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FaultKind {
-    /// `media-error`.
+    /// `media-error`: the commands that the fault hits fail with a media error.
     MediaError,
-    /// `latency`.
+    /// `latency`: the commands that the fault hits take longer.
     Latency,
-    /// `lost`.
+    /// `lost`: the commands that the fault hits never complete.
     Lost,
-    /// `fatal`.
+    /// `fatal`: the guest's controller reports a fatal status, and the command never completes.
     Fatal,
-    /// `removal`.
+    /// `removal`: the drive is removed when the fault hits a command.
     Removal,
-    /// `resize`.
+    /// `resize`: the namespace gets another size when the fault hits a command.
     Resize,
-    /// `crash`.
+    /// `crash`: the process aborts when the fault hits a command.
     Crash,
 }
 

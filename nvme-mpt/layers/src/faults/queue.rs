@@ -15,13 +15,13 @@ use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
-/// Time resolution of the delays.
+/// Time resolution of the delays by latency faults.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
 /// Change of a command's completion, which is decided when the command arrives.
 #[derive(Clone, Copy, Debug, Default)]
 struct FaultCompletionOutcome {
-    /// Ticks by which the completion is delayed.
+    /// Ticks by which the fault delays the completion.
     delay: u64,
     /// Status that replaces the drive's status; `None` if the drive's status stays.
     status: Option<Status>,

@@ -23,17 +23,17 @@ use nvme_mpt_memory::{MappedWord64, Mapping, MappingAccess};
 /// Size of the file in bytes.
 const FILE_BYTES: usize = 4096 + 2 * LIST_BYTES;
 
-/// Offsets of the spaces for two lists. A list begins with its length.
+/// Offsets of the two parts of the file that can store the list of faults. A list begins with its length.
 const LIST_OFFSETS: [u64; 2] = [4096, 4096 + LIST_BYTES as u64];
 
-/// Maximum size of a list in bytes, which is several hundred bytes per fault.
+/// Size of a part, and so the maximum size of a list in bytes. A fault takes several hundred bytes.
 const LIST_BYTES: usize = 64 << 10;
 
 /// Offsets of the drive's state: a word that is 1 if the drive was removed, and the number of blocks.
 const GONE_OFFSET: usize = 8;
 const BLOCKS_OFFSET: usize = 16;
 
-/// Offset of the state of the first fault, and number of words per fault.
+/// Offset of the state of the first fault; the number of words per fault follows.
 const FAULTS_OFFSET: usize = 64;
 const FAULT_WORDS: usize = 3;
 const _: () = assert!(FAULTS_OFFSET + 8 * FAULT_WORDS * MAX_FAULTS <= 4096);

@@ -267,7 +267,7 @@ fn the_same_commands_have_the_same_faults_whatever_others_do() {
     assert_eq!(first, run(1, 3));
     assert_ne!(first, run(2, 0));
     let struck = first.iter().filter(|struck| **struck).count();
-    // The bounds are 200 plus or minus four standard deviations.
+    // The number of hits has to be within four standard deviations of 200.
     assert!((146..=254).contains(&struck), "{struck}");
 }
 

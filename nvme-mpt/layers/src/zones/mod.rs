@@ -259,7 +259,7 @@ impl DriveZones {
                 });
             }
         }
-        // The casts keep the values, since the range is in the namespace and so has valid zone numbers.
+        // The casts keep the values, because the range lies in the namespace and so has valid zone numbers.
         let (first, count) = ((range.start.0 / size) as u32, (range.blocks / size) as u32);
         let share = |all: u32| {
             let share = u64::from(all) * u64::from(count) / u64::from(self.count);
@@ -337,7 +337,7 @@ impl LeasedZonesState {
 /// The zones of a lease.
 #[derive(Debug)]
 pub struct LeasedZones {
-    /// First block of the lease in the host's namespace.
+    /// First block of the lease, in the numbering of the host's namespace.
     start: Lba,
     persisted: Arc<PersistedZones>,
     lba_shift: u8,

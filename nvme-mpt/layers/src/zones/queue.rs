@@ -44,18 +44,18 @@ enum ZonedCompletionOutcome {
 #[derive(Clone, Copy, Debug)]
 struct ZoneReset {
     zone: u32,
-    /// First block that is not deallocated yet, and the end of the zone's written blocks, as LBAs of the drive.
+    /// First block that is not deallocated yet (`next`), and end of the zone's written blocks, as LBAs of the drive.
     next: u64,
     end: u64,
     /// True if one command of the guest resets all zones.
     is_reset_all: bool,
 }
 
-/// Attempt of a command: new, or repeated after the end of the old server.
+/// Attempt of a command: a new command, or one that is repeated after the end of the predecessor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ZonedCommandAttempt {
     First,
-    /// The command was in flight in the old server, which may have moved the write pointer for it.
+    /// The command was in flight in the predecessor, which may have moved the write pointer for it.
     Repeat,
 }
 

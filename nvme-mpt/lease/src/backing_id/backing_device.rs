@@ -11,21 +11,21 @@ use super::kernel_files::{DeviceNaming, DeviceNumber, KernelFiles};
 use super::nvme_names::{self, ControllerNameFields};
 use super::{BackingFile, file_extent, stacked_file_system};
 
-/// Maximum depth of stacked devices that is resolved: more than any host has in practice.
+/// Maximum depth to which stacked devices are resolved: more than any host has in practice.
 const DEPTH_MAX: u32 = 16;
 
 /// Bytes of a sector, the unit of sizes and offsets in sysfs. It does not depend on the device's block size (Linux,
 /// `Documentation/ABI/stable/sysfs-block`).
 const SECTOR: u64 = 512;
 
-/// Resolved block device or file.
+/// Block device or file, resolved to the disks and files that store its bytes.
 #[derive(Clone, Debug, Default)]
 pub(super) struct BackingDevice {
-    /// Extents, in the order of the device's bytes.
+    /// Extents that store the bytes, in the order of the device's bytes.
     pub(super) extents: Vec<BackingExtent>,
     /// Backing files of loop devices, and files that overlay shows.
     pub(super) files: Vec<BackingFile>,
-    /// Reason to refuse the path: its bytes could be leased twice.
+    /// Reason to refuse the path, because its bytes could be leased a second time by another path.
     pub(super) refusal: Option<String>,
 }
 
@@ -41,8 +41,8 @@ impl BackingDevice {
         resolve(system, device, DEPTH_MAX)
     }
 
-    /// Resolves a file. A file on overlay is resolved to the file in the upper directory, on which locks are then taken as
-    /// well.
+    /// Resolves a file. If the file is on overlay, resolves it to the file in the upper directory, so that locks are also taken
+    /// there.
     pub(super) fn from_file(system: &KernelFiles, path: &Path, metadata: &Metadata) -> Self {
         match stacked_file_system::file_below(system, path) {
             Ok(None) => Self::from_extent(file_extent(system, path, metadata)),
@@ -54,7 +54,7 @@ impl BackingDevice {
                         offset: 0,
                         drive_offset: 0,
                         length: u64::MAX,
-                        // Overlay passes direct I/O to the file below, unless tmpfs has it.
+                        // Overlay passes direct I/O to the file below, except to a file on tmpfs.
                         is_direct: !system.is_on_tmpfs(&file),
                         path: file,
                     });
@@ -75,7 +75,7 @@ impl BackingDevice {
         }
     }
 
-    /// Returns the part of `length` bytes at `offset` of the device.
+    /// Returns the part of the device with `length` bytes from `offset` on.
     fn slice(self, offset: u64, length: u64) -> Self {
         let end = offset.saturating_add(length);
         let files = self.files.into_iter().filter_map(|file| {
@@ -115,7 +115,7 @@ impl BackingDevice {
         }));
     }
 
-    /// Returns the extents, each followed by the extents below it.
+    /// Returns the extents, each followed by the extents below it (on the devices that store its bytes).
     fn flatten(self) -> impl Iterator<Item = BackingExtent> {
         self.extents.into_iter().flat_map(|mut extent| {
             let below = std::mem::take(&mut extent.below);
@@ -185,7 +185,7 @@ fn resolve_table(
             .flatten();
         let part = linear.unwrap_or_else(|| {
             let (base, start) = match thin_name(system, target) {
-                // All thin devices with the same number in a pool have the same bytes.
+                // All thin devices with the same number in a pool are the same volume.
                 Some(base) => (base, 0),
                 None => (device_name(system, device), start),
             };
@@ -222,8 +222,7 @@ fn thin_name(system: &KernelFiles, target: &DeviceMapperTarget) -> Option<String
     (target.kind == "thin").then(|| backing_extent::volume_name(&device_name(system, pool), number))
 }
 
-/// Returns the extents on the devices below a target. Devices on which a write does not change the target's bytes are
-/// omitted.
+/// Returns the extents on the devices below a target. Devices whose writes do not change the target's bytes are omitted.
 fn extents_below(
     system: &KernelFiles,
     device: DeviceNumber,
@@ -244,7 +243,7 @@ fn extents_below(
     gather_extents(devices, next)
 }
 
-/// Returns the extents of `devices` and everything below them, without duplicates.
+/// Returns the extents of `devices` and of everything below them, each once.
 fn gather_extents(
     devices: Vec<DeviceNumber>,
     next: &impl Fn(DeviceNumber) -> BackingDevice,
@@ -312,7 +311,7 @@ fn nvme_name(system: &KernelFiles, device: DeviceNumber) -> Option<String> {
     ))
 }
 
-/// Returns the name of a device that is not part of another device. Kernel names such as `sda` are not used, because they
+/// Returns the best name of a device that is not part of another device. Kernel names such as `sda` are not used, because they
 /// depend on the order in which the kernel finds devices.
 pub(super) fn device_name(system: &KernelFiles, device: DeviceNumber) -> String {
     if let Some(name) = nvme_name(system, device) {
@@ -327,7 +326,7 @@ pub(super) fn device_name(system: &KernelFiles, device: DeviceNumber) -> String 
     }
 }
 
-/// Returns all names of a device that is not part of another device.
+/// Returns all names of a device that is not part of another device, from the best to the name for this boot.
 pub(super) fn device_names(system: &KernelFiles, device: DeviceNumber) -> Vec<String> {
     let mut names = persistent_names(system, device);
     names.extend(nvme_name(system, device));

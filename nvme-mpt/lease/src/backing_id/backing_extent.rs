@@ -4,17 +4,17 @@ use std::fmt::Write;
 
 use crate::range::ByteRange;
 
-/// Part of a base: of a disk, an NVMe namespace, a RAID device or a file.
+/// Part of a base. A base is what has a name of its own: a disk, an NVMe namespace, a RAID device or a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BackingExtent {
     /// Name of the base, without spaces.
     pub(crate) base: String,
-    /// First byte, as an offset on the base.
+    /// Offset of the first byte on the base.
     pub(crate) start: u64,
     /// Number of bytes.
     pub(crate) length: u64,
-    /// Extents on the devices below the base, which store the base's bytes. They are listed only if it is unknown which of
-    /// their bytes stores a given byte of the base.
+    /// Extents on the devices that store the base's bytes. They are listed only if it is unknown where on those devices a given
+    /// byte of the base is stored.
     pub(crate) below: Vec<BackingExtent>,
 }
 
@@ -38,7 +38,7 @@ impl BackingExtent {
         ours.any(|ours| others().any(|other| ours.overlaps_in_base(other)))
     }
 
-    /// Returns the parts that may share bytes with `other`, as start and end offsets within this extent.
+    /// Returns the parts of this extent that may share bytes with `other`, as start and end offsets within this extent.
     fn shared_parts(&self, other: &Self) -> Vec<(u64, u64)> {
         if !self.overlaps(other) {
             return Vec::new();
@@ -51,7 +51,7 @@ impl BackingExtent {
         if self.base == other.base {
             return vec![part(other)];
         }
-        // It is unknown which byte of an extent is stored where, so each byte may be a shared one.
+        // It is unknown where an extent's bytes are stored on the devices below, so each of its bytes may be shared.
         let mut others = std::iter::once(other).chain(&other.below);
         if others.any(|other| self.below.iter().any(|below| below.overlaps_in_base(other))) {
             return vec![(0, self.length)];
@@ -68,25 +68,27 @@ impl BackingExtent {
         self.base == other.base && self.start < end(other) && other.start < end(self)
     }
 
-    /// Returns whether `other` directly continues this extent.
+    /// Returns whether `other` has the bytes of the base that directly follow this extent.
     pub(super) fn is_followed_by(&self, other: &Self) -> bool {
         let end = self.start.checked_add(self.length);
         self.base == other.base && end == Some(other.start) && self.below == other.below
     }
 
-    /// Returns whether both extents have the same bytes of the same base. Extents below the base are not compared.
+    /// Returns whether both extents have the same bytes of the same base. The extents on devices below the bases are not
+    /// compared.
     fn is_same_range(&self, other: &Self) -> bool {
         self.base == other.base && self.start == other.start && self.length == other.length
     }
 }
 
-/// Separator between the extents of an identity. It cannot occur in an extent, because no name of a base contains a space.
+/// Separator between extents in the text of an identity. It cannot occur in an extent, because no name of a base contains a
+/// space.
 const EXTENT_SEPARATOR: &str = " and ";
-/// Separator between the bytes and the base of an extent.
+/// Separator between an extent's bytes and its base, in the text of an identity.
 const BASE_SEPARATOR: &str = " of ";
-/// Separator between a base and the extents below it.
+/// Separator between a base and the extents on the devices below it.
 const BELOW_SEPARATOR: &str = " over ";
-/// Separator between the bytes and the base of an extent that lies below another extent.
+/// Separator between an extent's bytes and its base, if the extent is on a device below another base.
 const BELOW_BASE_SEPARATOR: char = '/';
 /// Separator between the name of a thin pool and the number of a volume. Volumes of the same pool do not overlap.
 const VOLUME_SEPARATOR: char = '#';
@@ -96,7 +98,7 @@ pub(super) fn volume_name(base: &str, number: &str) -> String {
     format!("{base}{VOLUME_SEPARATOR}{number}")
 }
 
-/// Returns the name of a base from its kind and a name that may contain any character.
+/// Returns the name of a base from its kind and its own name, in which all characters except printable ASCII are replaced.
 pub(crate) fn base_name(kind: &str, name: &str) -> String {
     let printable = |c: char| match c.is_ascii_graphic() {
         true => c,
@@ -106,23 +108,23 @@ pub(crate) fn base_name(kind: &str, name: &str) -> String {
     format!("{kind}:{name}")
 }
 
-/// Kind of bases that are disks.
+/// Kind of a base that is a disk.
 pub(super) const DISK_KIND: &str = "disk";
 
-/// Kind of bases that are RAID devices.
+/// Kind of a base that is a RAID device.
 pub(super) const ARRAY_KIND: &str = "md";
 
-/// Kind of bases that are named by an operator's label.
+/// Kind of a base that is a drive with a label, named by the label.
 pub(crate) const LABEL_KIND: &str = "drive-id";
 
 /// Prefix of the name of a file system that is named by its UUID.
 pub(super) const FS_UUID_PREFIX: &str = "fs:";
 
-/// Boot id that stands for the boot of a host without boot ids. Two names with this id may be of different boots.
+/// Boot id of a host that reports none. Two names with this id may be of different boots.
 pub(crate) const UNKNOWN_BOOT: &str = "00000000-0000-0000-0000-000000000000";
 
-/// Returns the id of the boot for which a base's name is valid; `None` if the name is valid for all boots. A disk without
-/// WWID and serial number has a name for one boot, and so may a file on it. The bytes outlive the name.
+/// Returns the id of the boot for which a base's name is valid; `None` if the name is valid for all boots. A disk without WWID
+/// and serial number has a name that is valid for one boot, and so may a file on it. The bytes of the base outlive the name.
 pub(crate) fn boot_id_of(base: &str) -> Option<&str> {
     let is_boot = |text: &&str| {
         let groups = text.split('-').map(str::len);
@@ -133,8 +135,8 @@ pub(crate) fn boot_id_of(base: &str) -> Option<&str> {
     after.find_map(|name| name.split_once('/').map(|(boot, _)| boot).filter(is_boot))
 }
 
-/// Returns the id of the boot for which the name of a drive's base is valid; `None` if all names are valid for all boots.
-/// Devices below a base do not count.
+/// Returns the id of the boot for which the name of a drive's base is valid; `None` if the names of all its bases are valid for
+/// all boots. Devices below a base do not count.
 pub(crate) fn drive_boot_id(identity: &str) -> Option<String> {
     let bases = bases(identity);
     bases
@@ -148,8 +150,8 @@ pub(crate) fn is_earlier_boot(boot: &str, present: &str) -> bool {
     boot != present || boot == UNKNOWN_BOOT
 }
 
-/// Returns whether `base`, whose name is valid for one boot, may be the same disk or file as `other`. `other` has a name of
-/// another boot, or a lasting name that the disk may have got later.
+/// Returns whether `base`, whose name is valid for one boot, may be the disk or file that is now named `other`. The name
+/// `other` is of another boot, or a lasting name that the disk may have got later.
 pub(crate) fn can_be_same(base: &str, other: &str) -> bool {
     let inode = |base: &str| {
         let (inode, _) = base.strip_prefix("file:")?.split_once('@')?;
@@ -167,8 +169,8 @@ pub(crate) fn can_be_same(base: &str, other: &str) -> bool {
     is_named_anew && inode(base) == inode(other)
 }
 
-/// Returns the identity of a drive whose only base is `base`. The drive has `bytes` bytes, which are the first bytes of the
-/// drive `of`.
+/// Returns the identity of a labelled drive whose only base is `base`. Its bytes are the first `bytes` bytes of the drive with
+/// the identity `of`.
 pub(crate) fn labelled_identity(base: &str, of: &str, bytes: u64) -> String {
     let all = ByteRange::new(0, bytes).map(|all| range_extents(of, all));
     let all = all.unwrap_or_default().into_iter();
@@ -184,8 +186,8 @@ pub(crate) fn labelled_identity(base: &str, of: &str, bytes: u64) -> String {
     }])
 }
 
-/// Returns the location of a drive's first byte. Unlike the identity, the location does not change when the drive grows
-/// or a device below it changes.
+/// Returns the location of a drive's first byte, from its identity. Unlike the identity, the location does not change when the
+/// drive grows or a device below it changes.
 pub(crate) fn start_location(identity: &str) -> String {
     let first = ByteRange::new(0, 1).map(|first| range_extents(identity, first));
     match first.unwrap_or_default().first() {
@@ -194,7 +196,7 @@ pub(crate) fn start_location(identity: &str) -> String {
     }
 }
 
-/// Returns the bases of a drive's bytes.
+/// Returns the bases (disks, namespaces, files) that have a drive's bytes, from the drive's identity.
 pub(crate) fn bases(identity: &str) -> Vec<String> {
     let all = ByteRange::new(0, u64::MAX).map(|all| range_extents(identity, all));
     let all = all.unwrap_or_default().into_iter();
@@ -216,7 +218,7 @@ pub(crate) fn rename_bases(identity: &str, rename: impl Fn(&str) -> Option<Strin
     format_identity(&extents)
 }
 
-/// Returns the extents of `length` bytes, from the byte `offset` of `extents` on.
+/// Returns the parts of `extents` that have the `length` bytes from `offset` on, counted over all extents.
 pub(crate) fn slice_extents(
     extents: &[BackingExtent],
     offset: u64,
@@ -243,8 +245,8 @@ pub(crate) fn slice_extents(
     part
 }
 
-/// Formats extents as the identity of a drive. A single extent from the start of its base is written as the name of the
-/// base alone: the drive's size gives its length.
+/// Formats extents as the identity of a drive. A single extent that starts with its base's first byte is written as the base's
+/// name alone: the drive's size gives its length.
 pub(crate) fn format_identity(extents: &[BackingExtent]) -> String {
     if let [extent] = extents
         && extent.start == 0
@@ -279,7 +281,7 @@ pub(crate) fn format_identity(extents: &[BackingExtent]) -> String {
     text
 }
 
-/// Returns the extents of a range of a drive. An identity that is not a list of extents is taken for the name of a base.
+/// Returns the extents that have a range of a drive. An identity that is not a list of extents is taken for the name of a base.
 pub(crate) fn range_extents(identity: &str, range: ByteRange) -> Vec<BackingExtent> {
     let whole = || {
         vec![BackingExtent {
@@ -317,7 +319,7 @@ fn parse(text: &str) -> Option<BackingExtent> {
     extent(bytes, base, below.collect::<Option<_>>()?)
 }
 
-/// Range of bytes of a drive. The drive's identity says which drive.
+/// Range of bytes of a drive, with the drive's identity.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DriveByteRange<'a> {
     pub(crate) drive: &'a str,
@@ -345,8 +347,8 @@ pub(crate) fn do_overlap(one: DriveByteRange<'_>, other: DriveByteRange<'_>) -> 
         .any(|ours| others.iter().any(|other| ours.overlaps(other)))
 }
 
-/// Returns the parts of `one` that may share bytes with the ranges `of_other` of the drive `other`, as offsets on the drive
-/// of `one`.
+/// Returns the parts of `one` that may share bytes with the ranges `of_other` of the drive `other`, as offsets on the drive of
+/// `one`.
 pub(crate) fn shared_ranges(
     one: DriveByteRange<'_>,
     other: &str,
@@ -569,7 +571,7 @@ mod tests {
         );
     }
 
-    /// Generates a part of one of a few bases, possibly with parts below it.
+    /// Generates an extent of one of a few bases, possibly with extents on devices below.
     fn some_extent() -> impl Strategy<Value = BackingExtent> {
         let part = |bases: &'static [&'static str]| {
             let base = prop::sample::select(bases);

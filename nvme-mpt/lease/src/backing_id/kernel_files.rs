@@ -39,30 +39,30 @@ impl fmt::Display for DeviceNumber {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct MountedFileSystem {
     device: DeviceNumber,
-    /// Mounted directory of the file system.
+    /// Directory of the file system that is mounted.
     pub(super) root: PathBuf,
     /// Mount point.
     pub(super) point: PathBuf,
     pub(super) kind: String,
     source: PathBuf,
-    /// Subvolume of btrfs that contains the directory.
+    /// Subvolume of btrfs that contains the mounted directory.
     subvolume: Option<PathBuf>,
     /// Options of the file system, as the kernel prints them.
     options: String,
 }
 
-/// Inode number of the root of each btrfs subvolume; no other directory has it (`BTRFS_FIRST_FREE_OBJECTID`).
+/// Inode number that the root directory of each btrfs subvolume has, and no other directory (`BTRFS_FIRST_FREE_OBJECTID`).
 const SUBVOLUME_ROOT: u64 = 256;
 
 impl MountedFileSystem {
-    /// Returns the mount that contains a path without symbolic links.
+    /// Returns the mount that a path lies on. The path must have no symbolic links.
     pub(super) fn find_for_path<'a>(mounts: &'a [Self], path: &Path) -> Option<&'a Self> {
         let holding = mounts.iter().filter(|mount| path.starts_with(&mount.point));
-        // The last mount on a directory hides earlier ones.
+        // The last mount on a directory hides earlier mounts there.
         holding.max_by_key(|mount| mount.point.as_os_str().len())
     }
 
-    /// Returns the value of an option of the file system.
+    /// Returns the value of the option `key` of the file system.
     pub(super) fn option(&self, key: &str) -> Option<PathBuf> {
         let mut options = self.options.split(',');
         let value = options.find_map(|option| option.strip_prefix(key)?.strip_prefix('='))?;
@@ -116,23 +116,23 @@ impl MountedFileSystem {
     }
 }
 
-/// Choice among the names that a device or file may have.
+/// Rule for choosing among the names that a device or file may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DeviceNaming {
-    /// The best name.
+    /// The best name that the device or file has now.
     Current,
     /// The name by the UUID of the file's file system, even if the disk has a lasting name.
     ByFileSystem,
-    /// The lasting name of a disk at this index, best first.
+    /// The lasting name of a disk at this index. Index 0 is the best name.
     Nth(usize),
-    /// The name by vendor and serial number of an NVMe drive. It stays the same if firmware reports another NQN or model.
+    /// The name by vendor and serial number of an NVMe drive. It does not change if firmware reports another NQN or model.
     BySerial,
-    /// The name for this boot, as a disk without any identifier has it.
+    /// The name for this boot, which a disk without any identifier has.
     ByBoot,
 }
 
 impl DeviceNaming {
-    /// Choices that give the other names under which a ledger may know a drive.
+    /// Rules that give the names, other than the current name, under which a ledger may know a drive.
     pub(super) const ALTERNATIVES: [Self; 5] = [
         Self::ByFileSystem,
         Self::Nth(1),
@@ -142,7 +142,7 @@ impl DeviceNaming {
     ];
 }
 
-/// Access to sysfs and proc.
+/// Access to the kernel's files in sysfs and proc.
 #[derive(Clone, Debug)]
 pub(crate) struct KernelFiles {
     root: PathBuf,
@@ -150,7 +150,7 @@ pub(crate) struct KernelFiles {
 }
 
 impl KernelFiles {
-    /// Returns sysfs and proc of this machine.
+    /// Returns access to sysfs and proc of this machine.
     pub(crate) fn host() -> Self {
         Self {
             root: "/".into(),
@@ -158,7 +158,7 @@ impl KernelFiles {
         }
     }
 
-    /// Uses files below `root` instead.
+    /// Returns access to files below `root` in place of sysfs and proc.
     #[cfg(test)]
     pub(super) fn with_root(root: &Path) -> Self {
         Self {
@@ -216,14 +216,14 @@ impl KernelFiles {
         self.attribute(device, "dm/name").is_some()
     }
 
-    /// Returns the disk of a partition.
+    /// Returns the disk that has a partition; `None` for a device that is no partition.
     pub(super) fn parent(&self, device: DeviceNumber) -> Option<DeviceNumber> {
         let folder = fs::canonicalize(self.device_dir(device)).ok()?;
         let text = fs::read_to_string(folder.parent()?.join("dev")).ok()?;
         DeviceNumber::parse(&text)
     }
 
-    /// Returns the devices below a device.
+    /// Returns the devices that directly store a device's bytes, such as the members of a RAID.
     pub(super) fn slaves(&self, device: DeviceNumber) -> Vec<DeviceNumber> {
         let number = |path: PathBuf| {
             let text = fs::read_to_string(path.join("dev")).ok()?;
@@ -245,7 +245,7 @@ impl KernelFiles {
         }
         let table = device_mapper::read_table(device.major(), libc::minor(device.0));
         let unread = |error| {
-            // The device then becomes a base that overlaps all devices below it.
+            // A device whose table is unknown becomes a base that overlaps all devices below it.
             log::info!("The table of the device {device} cannot be read: {error}");
         };
         table.map_err(unread).ok()
@@ -312,7 +312,7 @@ fn parse_mount(line: &[u8]) -> Option<MountedFileSystem> {
     let (root, point) = (fields.next()?, fields.next()?);
     let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
     let (kind, source) = (rest.next()?, rest.next()?);
-    // Split at the last such option, because the value may contain commas.
+    // The line is split at the last such option, because the value may contain commas.
     let options = String::from_utf8_lossy(rest.next().unwrap_or_default());
     let subvolume = options.split_once(",subvol=");
     let subvolume = subvolume.map(|(_, folder)| unescape(folder.as_bytes()));
@@ -353,7 +353,7 @@ fn unescape(text: &[u8]) -> PathBuf {
     OsString::from_vec(name).into()
 }
 
-/// Parses a line of `dmsetup table`, the format in which tests define tables.
+/// Parses a target from a line of `dmsetup table`, the format in which tests define tables.
 #[cfg(test)]
 fn parse_target(line: &str) -> Option<DeviceMapperTarget> {
     let mut words = line.splitn(4, ' ');

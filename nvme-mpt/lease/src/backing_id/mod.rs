@@ -42,25 +42,25 @@ use nvme_mpt_memory::file_system;
 /// Storage location of the bytes behind a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingId {
-    /// Extents, in the order of the drive's bytes.
+    /// Extents that store the drive's bytes, in the order of the drive.
     extents: Vec<BackingExtent>,
-    /// Files below the path, behind loop devices or overlay.
+    /// Files that store the drive's bytes, behind loop devices or overlay.
     files: Vec<BackingFile>,
     identity: DriveIdentity,
 }
 
-/// Backing file of a loop device, or the file that overlay shows.
+/// File that stores bytes of a drive: the backing file of a loop device, or the file that overlay shows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingFile {
     /// Path of the file.
     pub path: PathBuf,
-    /// Device and inode number.
+    /// Device and inode number of the file.
     file_id: (u64, u64),
     /// First byte of the file that the drive uses.
     pub offset: u64,
-    /// Offset on the drive of the file's first used byte.
+    /// Offset on the drive of the byte that the file stores at [`Self::offset`].
     drive_offset: u64,
-    /// Number of the drive's bytes that are stored in the file.
+    /// Number of bytes of the drive that the file stores.
     length: u64,
     /// True if the file is accessed with direct I/O.
     pub is_direct: bool,
@@ -138,7 +138,7 @@ impl BackingId {
         &self.identity
     }
 
-    /// Returns the files below loop devices or overlay.
+    /// Returns the files that store the drive's bytes, behind loop devices or overlay.
     pub fn files(&self) -> &[BackingFile] {
         &self.files
     }
@@ -174,12 +174,12 @@ impl BackingId {
     }
 }
 
-/// Boot id and disks of the host.
+/// Boot id and disks of the host, for telling drives whose names have changed from drives that are absent.
 #[derive(Clone, Debug)]
 pub(crate) struct HostDisks {
     /// Identifier of this boot.
     pub(crate) boot_id: String,
-    /// All names of all disks.
+    /// All names of all disks of the host.
     disks: Vec<String>,
 }
 
@@ -234,12 +234,12 @@ pub fn device_holders(path: &Path) -> Option<String> {
     (!holders.is_empty()).then(|| format!("the device {}", holders.join(", ")))
 }
 
-/// Returns the extent of a whole file, named by inode and file system.
+/// Returns the extent of a whole file, with a name from the inode and the file system.
 fn file_extent(system: &KernelFiles, path: &Path, metadata: &Metadata) -> BackingExtent {
     let device = DeviceNumber(metadata.dev());
     let file_system = if system.is_device_mapper(device) {
-        // Few processes can read the device's table, but a file must have the same name for all processes. So the table is
-        // not resolved.
+        // Few processes can read the device's table, but all processes must find the same name for a file. So the table is not
+        // resolved.
         backing_device::device_name(system, device)
     } else if system.is_block_device(device) {
         backing_extent::format_identity(&BackingDevice::resolve(system, device).extents)
@@ -271,11 +271,11 @@ fn file_extent(system: &KernelFiles, path: &Path, metadata: &Metadata) -> Backin
     }
 }
 
-/// Returns a name of a file system without a block device.
+/// Returns a name for a file system that has no block device.
 fn file_system_name(system: &KernelFiles, path: &Path, device: DeviceNumber) -> String {
     let mounts = system.mounts();
     match MountedFileSystem::find_for_path(&mounts, path) {
-        // A file system in memory ends with this boot.
+        // A file system in memory ends with this boot, and so does its name.
         None => format!("{}/{device}", system.boot_id()),
         Some(mount) if matches!(mount.kind.as_str(), "tmpfs" | "ramfs" | "devtmpfs") => {
             format!("{}/{device}", system.boot_id())

@@ -63,8 +63,8 @@ pub fn namespace_name(name: &str, nsid: u32) -> String {
     }
 }
 
-/// Returns the name and NSID by which a namespace is compared with block devices. An NVMe drive's NSID becomes part of the
-/// name, as in the name of its block device, which has one namespace.
+/// Returns the name and NSID of a namespace in the form that its block device has, for comparisons with block devices. The NSID
+/// of an NVMe drive's namespace becomes part of the name.
 #[must_use]
 pub fn as_block_device(drive: &str, nsid: u32) -> (Cow<'_, str>, u32) {
     match drive.split_once(':') {

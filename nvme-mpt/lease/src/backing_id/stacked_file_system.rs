@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use super::kernel_files::{KernelFiles, MountedFileSystem};
 
-/// Stacked file systems. FUSE file systems report the kind `fuse.` followed by their own name.
+/// File system types that stack on other file systems. FUSE file systems report the kind `fuse.` followed by their own name.
 const STACKED: &[&str] = &[
     "aufs",
     "ecryptfs",
@@ -37,7 +37,8 @@ const STACKED: &[&str] = &[
     "wrapfs",
 ];
 
-/// File systems of another machine, or of this virtual machine's host, whose inode numbers or locks only the client knows.
+/// Types of file systems that are on another machine, or on this virtual machine's host. Inode numbers or locks of such a file
+/// system may be known only to this client.
 const CLIENT_LOCKED: &[&str] = &[
     "9p",
     "afs",
@@ -90,7 +91,7 @@ pub(super) fn file_below(system: &KernelFiles, path: &Path) -> io::Result<Option
             Some(file) => Ok(Some(file)),
             None => Err(refusal(kind, why, remedy)),
         },
-        // Overlay at the root of a container: no process in the container has another name for the file.
+        // This is the overlay at the root of a container: no process in the container has another name for the file.
         _ if mount.point == Path::new("/") => Ok(None),
         _ => Err(refusal(kind, why, remedy)),
     }
@@ -115,7 +116,7 @@ fn find_in_upper(upper: &Path, mount: &MountedFileSystem, path: &Path) -> Option
         .join(folder)
         .join(path.strip_prefix(&mount.point).ok()?);
     let (shown, below) = (fs::metadata(path).ok()?, fs::symlink_metadata(&file).ok()?);
-    // A file that was copied up has the inode number of the lower file, so it is not recognized.
+    // A file that overlay copied up has the inode number of the file in the lower directory, so it is not recognized.
     let is_it = below.is_file() && (shown.ino(), shown.len()) == (below.ino(), below.len());
     if !is_it {
         return None;

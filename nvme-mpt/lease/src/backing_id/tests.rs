@@ -178,10 +178,10 @@ fn disks_of_each_kind_have_a_name_that_is_not_the_kernels() {
             "dm:by_hand",
         ),
         ("9:0", "md0", &[("md/uuid", "1234")], "md:1234"),
-        // Devices that can only be identified until the next boot.
+        // These devices can be identified only until the next boot.
         ("43:0", "nbd0", &[("diskseq", "9")], "disk:this-boot/9"),
         ("252:1", "vdb", &[("serial", "")], "disk:this-boot/252:1"),
-        // Devices that lose their content at a reboot.
+        // These devices lose their content at a reboot.
         (
             "252:0",
             "zram0",
@@ -411,7 +411,7 @@ fn a_mapped_device_is_its_table() {
         tree.identity(two),
         "0+4096 of disk:naa.2 and 3149824+8192 of disk:naa.1"
     );
-    // Two targets that map the same part of a device.
+    // Two targets map the same part of a device.
     let table = "0 8 linear 8:16 8\n8 16 linear 8:16 16\n";
     let one = tree.mapped(5, "LVM-c", table, &["8:16"]);
     assert_eq!(tree.identity(one), "4096+12288 of disk:naa.2");
@@ -562,7 +562,7 @@ fn a_file_on_a_disk_without_a_name_is_named_by_its_file_system() {
     let tree = Tree::new();
     tree.write("proc/sys/kernel/random/boot_id", boot);
     let (name, by_boot) = match number.starts_with("0:") {
-        // btrfs, or a file system in memory.
+        // The file system is btrfs, or in memory.
         true => {
             let folder = file.path().parent().unwrap().display();
             tree.device("vda", "252:0", &[("diskseq", "7")]);
@@ -751,7 +751,7 @@ fn a_file_in_use_under_another_name_is_refused() {
         mount(kind, options);
         tree.of_file(&path);
     }
-    // The root file system of a container. Its lower directories are not reachable under another name.
+    // This is the root file system of a container. Its lower directories have no other name in the container.
     let absent = "1 0 0:9 / / rw - overlay overlay rw,lowerdir=/absent/a,upperdir=/absent/b\n";
     tree.write("proc/self/mountinfo", absent);
     assert!(

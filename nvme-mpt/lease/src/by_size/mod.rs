@@ -25,10 +25,10 @@ use crate::range::{ByteRange, ByteSize};
 /// Smallest unit of leases by size, in bytes. The size of the ledger's file grows with the number of extents.
 pub const MIN_UNIT: u64 = 1 << 20;
 
-/// Most units of a lease.
+/// Maximum number of units of a lease by size.
 const MAX_UNITS: u64 = 1 << 20;
 
-/// Checks the unit size of a lease.
+/// Checks the unit size of a lease by size.
 pub(super) fn check_unit(
     unit: u64,
     lba_shift: u8,
@@ -71,7 +71,7 @@ pub(super) fn check_unit(
     })
 }
 
-/// Checks the size of a lease.
+/// Checks the length of a lease by size against its unit.
 pub(super) fn check_size(bytes: u64, unit: u64) -> Result<(), LeaseError> {
     let most = unit.saturating_mul(MAX_UNITS);
     let below = bytes - bytes % unit;
@@ -100,18 +100,18 @@ pub(super) fn check_size(bytes: u64, unit: u64) -> Result<(), LeaseError> {
     })
 }
 
-/// Requested size.
+/// Requested length of a lease by size, and conditions for its extents.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SizeDemand {
     pub(super) bytes: u64,
-    /// Unit size in bytes, to which extents are aligned.
+    /// Unit size in bytes: extents start and end at its multiples.
     pub(super) unit: u64,
     /// True if the lease must be one extent.
     pub(super) whole: bool,
 }
 
-/// Returns the extents that the id already has for its lease by size. Refuses the request if the id has data that does not
-/// form such a lease. Data that was released or given up is free, so it never refuses the request.
+/// Returns the extents with data of the id, which a lease by size of the id starts with. Refuses the request if the id has data
+/// that does not form such a lease. Data that was released or given up is free, so it never refuses the request.
 fn find_previous(
     found: &[LocatedRangeOwner<'_>],
     id: &str,
@@ -142,8 +142,8 @@ fn find_previous(
     Ok(None)
 }
 
-/// Returns the id's lease by size, with its options, if a lease of `range` would split it. A request by size would not find
-/// a split lease again. A range that starts with the lease's only extent and contains it does not split the lease.
+/// Returns the id's lease by size, with its options, if a lease of `range` would split it. A later request by size would not
+/// find a split lease. A range does not split the lease if it starts with the lease's only extent and contains it.
 pub(super) fn find_split_lease(
     records: &LedgerRecords,
     area: &LeaseTarget<'_>,
@@ -169,8 +169,8 @@ pub(super) fn find_split_lease(
     })
 }
 
-/// Returns the bitwise OR of the starts and lengths of all extents. Its lowest set bit is the largest power of two of which
-/// all of them are multiples.
+/// Returns the bitwise OR of the starts and lengths of all extents. Its lowest set bit is the largest power of two of which all
+/// starts and lengths are multiples.
 fn alignment_bits(extents: &LeaseExtents) -> u64 {
     let bits = extents.parts().iter();
     let bits = bits.map(|part| part.start() | part.length());
@@ -180,7 +180,7 @@ fn alignment_bits(extents: &LeaseExtents) -> u64 {
 type PreviousExtentsFit =
     Result<Option<PreviousExtents>, (Vec<ByteRange>, PreviousExtentsMismatch)>;
 
-/// Returns the extents of the id's previous lease by size, in the order of their offsets within the lease.
+/// Returns the extents with data of the id's previous lease by size, in the order of their offsets within that lease.
 fn in_lease_order(placed: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
     let mut placed: Vec<_> = placed
         .iter()
@@ -204,8 +204,8 @@ fn in_lease_order(placed: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
     }
 }
 
-/// Returns the data of the id's leases with fixed ranges as one extent; `None` if there is no such data. Returns an error
-/// if the data is not contiguous.
+/// Returns the data of the id's leases with fixed ranges as one extent; `None` if the id has no such data. The error is the
+/// mismatch if the data is not contiguous.
 fn in_drive_order(named: &[&LocatedRangeOwner<'_>]) -> PreviousExtentsFit {
     let ranges = sort_and_join(named.iter().map(|found| found.range).collect());
     match &ranges[..] {
@@ -237,8 +237,8 @@ fn sort_and_join(mut ranges: Vec<ByteRange>) -> Vec<ByteRange> {
     join_adjacent(&ranges)
 }
 
-/// Finds extents for a lease by size: the extents that its id has, followed by free extents. If the id has a stale lease on
-/// this drive, that lease is taken over.
+/// Finds extents for a lease by size: first the extents with data of its id, then free extents. If the id has a stale lease
+/// (whose holder died) on this drive, that lease is taken over.
 pub(super) fn admit(
     records: &LedgerRecords,
     area: &LeaseTarget<'_>,
@@ -288,7 +288,7 @@ pub(super) fn admit(
     })
 }
 
-/// Returns `own` followed by free extents, with a total length of `bytes`.
+/// Returns the id's own extents, followed by free extents up to a total length of `bytes`.
 fn extend_with_free(
     own: &[ByteRange],
     found: &[LocatedRangeOwner<'_>],
@@ -298,7 +298,7 @@ fn extend_with_free(
 ) -> Result<LeaseExtents, LeaseRefusal> {
     let SizeDemand { bytes, unit, whole } = demand;
     let present: u64 = own.iter().map(ByteRange::length).sum();
-    // A lease shrinks only by an explicit request, so it may be larger than `bytes`.
+    // A lease shrinks only by an explicit request, so its present length may exceed `bytes`.
     let missing = bytes.saturating_sub(present) / unit;
     let (dirty, kept): (Vec<&LocatedRangeOwner<'_>>, Vec<_>) =
         found.iter().partition(|found| found.owner.is_free());
@@ -328,14 +328,15 @@ fn extend_with_free(
     let range = |run: Range<u64>| ByteRange::new(run.start * unit, (run.end - run.start) * unit);
     let chosen = chosen.into_iter().filter_map(|run| range(run).ok());
     let parts = own.iter().copied().chain(chosen).collect();
-    // The parts do not overlap: the lease's own parts are not free, so none of them was chosen.
+    // The parts do not overlap: the lease's own parts are not free, so none of them was chosen again.
     LeaseExtents::new(parts).map_err(|_| no_room())
 }
 
-/// Part of a namespace: its id, its bytes, and whether it is leased.
+/// Part of a namespace that belongs to an id: the id, the bytes, and whether they are leased.
 pub(super) type NamespaceUse<'a> = (&'a str, ByteRange, bool);
 
-/// Returns the number of free bytes for leases in units of `unit` bytes, and the parts that belong to ids, leased parts first.
+/// Returns the number of bytes that are free for leases by size in units of `unit` bytes, and the parts of the namespace that
+/// belong to ids, leased parts first.
 pub(super) fn namespace_uses<'a>(
     records: &'a LedgerRecords,
     area: &LeaseTarget<'_>,
@@ -373,7 +374,7 @@ pub(super) fn record_extents(
         is_fixed_range: true,
     }) = former
     {
-        // All these bytes belong to the id already, and only get their offsets within the lease.
+        // All these bytes belong to the id already. Only their offsets within the lease are recorded.
         record_parts(
             tenants,
             area,
@@ -400,7 +401,7 @@ fn record_parts(
     }
 }
 
-/// Returns the parts of `ranges` that have to be wiped, in the order of `ranges`.
+/// Returns the parts of `ranges` that have to be wiped before use, in the order of `ranges`.
 pub(super) fn unwiped_ranges(
     tenants: &[RangeOwner],
     area: &LeaseTarget<'_>,
@@ -411,7 +412,7 @@ pub(super) fn unwiped_ranges(
     ranges.iter().flat_map(marked).collect()
 }
 
-/// Changes the size of a lease in the ledger. Returns its extents.
+/// Changes the length of a lease by size in the ledger. Returns the lease's new extents.
 pub(super) fn resize(
     records: &mut LedgerRecords,
     slot: LeaseSlot,

@@ -14,11 +14,11 @@ const IDS: [&str; 4] = ["a", "b", "c", "d"];
 
 #[derive(Clone, Copy, Debug)]
 enum LedgerModelStep {
-    /// A lease by size: its id, its units, the size of a unit in MiB, whether it is one extent.
+    /// A lease by size: its id, its number of units, the size of a unit in MiB, and true if it is one extent.
     Size(&'static str, u64, u64, bool),
-    /// A lease with a fixed range: its id, first unit and number of units.
+    /// A lease with a fixed range: its id, its first unit, its number of units, and the policy for data of other ids.
     Range(&'static str, usize, usize, PreviousDataPolicy),
-    /// Growth of a live lease: the index of the lease, and the number of units.
+    /// Growth of a live lease: the index of the lease, and the number of units that it gets in addition.
     Grow(usize, u64),
     /// Truncation of a live lease: the index of the lease, and the remaining units.
     Truncate(usize, u64),
@@ -51,7 +51,7 @@ fn step() -> impl Strategy<Value = LedgerModelStep> {
     ]
 }
 
-/// Ledger entry of a unit.
+/// Unit of the drive, as the ledger should record it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct LedgerModelUnit {
     id: &'static str,
@@ -80,7 +80,7 @@ struct LedgerModelLease {
     whole: bool,
 }
 
-/// Data in a unit: the id that wrote it, and the unit's offset within the lease if the id had a lease by size.
+/// Data in a unit: the id that wrote it; and if the id had a lease by size, the unit's offset within that lease.
 type LedgerModelData = (&'static str, Option<usize>);
 
 struct LedgerModel {
@@ -88,7 +88,7 @@ struct LedgerModel {
     units: [Option<LedgerModelUnit>; UNITS],
     data: [Option<LedgerModelData>; UNITS],
     leases: Vec<LedgerModelLease>,
-    /// Units of each id's last lease by size. The entry is removed when another lease gets one of the units.
+    /// Units of each id's last lease by size. An id's entry is removed when another lease gets one of the units.
     had: HashMap<&'static str, Vec<usize>>,
 }
 
@@ -149,7 +149,7 @@ impl LedgerModel {
         leases.any(|entry| entry.units.contains(&unit))
     }
 
-    /// Returns the units with data of the id that a lease by size can reuse, and whether the data is of leases with a fixed
+    /// Returns the units with data of the id that its lease by size can reuse, and true if they are of leases with a fixed
     /// range; `None` if the units do not form a lease.
     fn former(&self, id: &str, unit: u64, whole: bool) -> Option<(Vec<usize>, bool)> {
         let own = |unit: &usize| self.units[*unit].filter(|unit| unit.id == id);
@@ -196,7 +196,7 @@ impl LedgerModel {
         Some((Vec::new(), false))
     }
 
-    /// Returns the units of the lease by size that the id left, if it is complete and was not given up.
+    /// Returns the units of the id's earlier lease by size, if all of them still have its data and the data was not given up.
     fn former_by_size(&self, id: &str) -> Option<Vec<usize>> {
         let placed =
             |unit: &usize| self.units[*unit].filter(|unit| unit.id == id && unit.at.is_some());
@@ -208,7 +208,7 @@ impl LedgerModel {
         (is_whole && !is_free).then_some(units)
     }
 
-    /// Returns the units that are free for the id: those without data, and those with data.
+    /// Returns the units that are free for the id: those that no id has data in, and those with data.
     fn free(&self, own: &[usize], but: Option<&str>) -> (HashSet<usize>, HashSet<usize>) {
         let taken = |unit: &usize| own.contains(unit) || self.is_leased(*unit, but);
         let usable = (0..UNITS).filter(|unit| !taken(unit));
@@ -248,7 +248,7 @@ impl LedgerModel {
         }
     }
 
-    /// Records an id as the owner of units. For a lease by size, their offsets within the lease start at `first`.
+    /// Records an id as the owner of units. For a lease by size, `first` is the offset of the first of them within the lease.
     fn enter(
         &mut self,
         id: &'static str,
@@ -308,7 +308,7 @@ impl LedgerModel {
         }
     }
 
-    /// Has the holder of a lease write all units that it may use.
+    /// Simulates the holder of a lease, which writes all units that it may use.
     fn write(&mut self, id: &'static str, units: &[usize], by_size: bool) {
         for (i, unit) in units.iter().enumerate() {
             if !self.units[*unit].unwrap().wiping {
@@ -330,7 +330,7 @@ impl LedgerModel {
             unit: unit * M,
             whole,
         };
-        // A lease by size wipes all foreign data, whatever policy the request has.
+        // A lease by size wipes all data of other ids, whatever policy the request has.
         let request = request(id, wanted, PreviousDataPolicy::Kept);
         let remembered = self.former(id, 1, false);
         if let Some(had) = self.had.get(id) {
@@ -398,7 +398,7 @@ impl LedgerModel {
         Ok(())
     }
 
-    /// Checks that all units after the first `own` units were free, and that units with data were only used if the units
+    /// Checks that all units after the first `own` units were free, and that units with data were used only if the units
     /// without data did not suffice.
     fn check_new(
         &self,

@@ -7,7 +7,7 @@ use super::*;
 
 const M: u64 = 1 << 20;
 
-/// Blocks of the drive: whole units, and half a unit at the end.
+/// Number of blocks of the drive: it has 40 whole units, and half a unit at the end.
 const BLOCKS: u64 = (40 * M + M / 2) >> 9;
 
 fn request(id: &str, wanted: RequestedBytes) -> LeaseRequest<'_> {
@@ -56,7 +56,7 @@ fn at<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
     request(id, RequestedBytes::Range(range.parse().unwrap()))
 }
 
-/// Requests a range, whose data of other ids the lease gets.
+/// Requests a range. The lease gets data of other ids as it is.
 fn keep<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
     LeaseRequest {
         previous_data: PreviousDataPolicy::Kept,
@@ -212,7 +212,7 @@ fn a_partition_has_the_leases_by_size_of_its_disk() {
     let a = take(&ledger, &turned(size("a", 5)));
     assert_eq!(parts(&a), ranges(&["20M+2M", "23M+3M"]));
     assert!(a.unwiped().is_empty());
-    // The id's data lies before this partition, which starts behind it.
+    // The id's data lies before this partition of the drive.
     drop(a);
     let behind = LeaseRequest {
         drive: "1048576+10485760 of disk:d".into(),
@@ -221,7 +221,7 @@ fn a_partition_has_the_leases_by_size_of_its_disk() {
     };
     let message = refusal(&ledger, &behind);
     assert!(message.contains("not all of a lease"), "{message}");
-    // In this partition, the space that another id leases is not free either.
+    // In this partition, space that another id leases is not free either.
     let other = LeaseRequest { id: "c", ..behind };
     let c = take(&ledger, &other);
     assert_eq!(parts(&c), ranges(&["5M+5M"]));
@@ -279,7 +279,7 @@ fn a_range_tears_no_lease_by_size_of_its_id() {
             parts(&take(&ledger, &size("a", 2))),
             ranges(&["0+1M", "2M+1M"])
         );
-        // Data that the operator has given up does not count as a lease.
+        // Data that the operator has given up does not make a lease by size of its id.
         ledger.decide_data("a", PreviousDataPolicy::Kept).unwrap();
         drop(take(&ledger, &at("a", "0+1M")));
     }
@@ -395,7 +395,7 @@ fn data_of_others_is_never_taken_before_it_is_released_and_wiped() {
         let b = take(&ledger, &keep_size("b", 10));
         assert_eq!(parts(&b), ranges(&["30M+10M"]));
         assert_eq!(b.unwiped(), ranges(&["30M+1M"]));
-        // Without a complete wipe, the range stays marked for the id's next lease.
+        // If the wipe is incomplete, the range stays marked for the id's next lease.
         drop(b);
         let b = take(&ledger, &size("b", 10));
         assert_eq!(b.unwiped(), ranges(&["30M+1M"]));
@@ -411,7 +411,7 @@ fn data_of_others_is_never_taken_before_it_is_released_and_wiped() {
             (parts(&c), c.unwiped()),
             (ranges(&["0+1M"]), ranges(&["0+1M"]))
         );
-        // The id has lost a part of its data, so it gets a new lease.
+        // Another id got a part of the id's data, so the id gets a new lease.
         let a = take(&ledger, &size("a", 2));
         assert_eq!(
             (parts(&a), a.unwiped()),
@@ -496,7 +496,7 @@ fn a_wipe_by_name_that_was_cut_short_leaves_free_space() {
         (ranges(&["1M+1M"]), ranges(&["1M+1M"]))
     );
     drop(c);
-    // Unwiped ranges of a lease by size belong to that lease.
+    // Ranges of a lease by size that are not wiped yet belong to that lease.
     drop(take(&ledger, &size("d", 1)));
     let error = ledger.acquire(&size("e", 1)).unwrap_err();
     assert!(matches!(error, LeaseError::NoCapacity { .. }), "{error}");
@@ -739,7 +739,7 @@ fn a_refusal_suggests_a_fitting_smaller_unit() {
 fn an_unsynced_ledger_is_used_as_it_is_on_disk() {
     let (_dir, ledger) = folder();
     let a = take(&ledger, &size("a", 2));
-    // A change has replaced the file and then failed, so the file is ahead of the lease.
+    // A change has replaced the ledger's file and then failed, so the file has a newer state than the lease.
     let ahead = a.ahead();
     ahead.grow(4 * M).unwrap();
     assert_eq!(parts(&a), ranges(&["0+2M"]));

@@ -36,23 +36,23 @@ use crate::range::{BlockRange, ByteRange, ByteSize};
 #[derive(Clone, Debug)]
 pub struct Ledger(Arc<LedgerStorage>);
 
-/// Storage of a ledger.
+/// Storage of a ledger's records.
 #[derive(Debug)]
 enum LedgerStorage {
-    /// In a state directory that several processes share.
+    /// Files in a state directory that several processes share.
     Directory {
         dir: LedgerDirectory,
-        /// Slots of leases that this process took over, but for which the ledger still names the predecessor.
+        /// Slots of leases that this process has taken over, but for which the ledger's file still names the predecessor.
         unrecorded: Mutex<BTreeSet<LeaseSlot>>,
         returns: PendingLeaseReturns,
     },
-    /// In this process alone, for drives that no other process can access.
+    /// Memory of this process, for drives that no other process can access.
     Process {
         records: Mutex<LedgerRecords>,
-        /// Random value from which guests' names are derived, so that they differ from those of other processes' drives
-        /// with the same names.
+        /// Random value that goes into the names that guests see. So drives of other processes give other names, even if the
+        /// drives have the same name.
         salt: u64,
-        /// Memory file with the records for the successor process. The lock of this field is taken after the lock of the
+        /// Memory file in which the successor process finds the records. The lock of this field is taken after the lock of the
         /// records.
         memory_file: Option<Mutex<LedgerMemoryFile>>,
     },
@@ -161,8 +161,8 @@ impl Ledger {
                 let admitted = admit(&records, request, |slot| folder.is_held(&holders, slot))
                     .map_err(|refusal| refusal.into_error(&request.target(), folder.path()))?;
                 claim.check_extents(&records, &request.target(), &admitted.extents)?;
-                // The slot is taken before the lease is entered, and released after it is removed. So a live holder's lease
-                // never looks stale to another process.
+                // The slot is locked before the lease is entered in the ledger, and unlocked after the lease is removed. So a
+                // lease with a live holder never looks stale to another process.
                 let (slot, holder) = match admitted.taken_over {
                     Some(slot) => (slot, exclusive.take_over(slot)?),
                     None => exclusive.take_slot(&mut records)?,
@@ -224,8 +224,8 @@ impl Ledger {
                 for record in &records.leases {
                     let slot = LeaseSlot(record.slot);
                     let held = folder.is_held(&holders, slot)?;
-                    // The ledger was read without its lock. So a slot without a holder may belong to a lease that was
-                    // returned after the read: a lease is removed from the ledger before its holder is released.
+                    // The ledger was read without its lock. So a slot without a holder may belong to a lease that was returned
+                    // since: a returned lease is removed from the ledger before its slot is released.
                     if held || folder.read()?.find(slot).is_some() {
                         let owner = records.owner(&record.id);
                         entries.push(LeaseEntry::new(record, held).with_owner(owner));
@@ -269,14 +269,15 @@ impl Ledger {
         Ok(())
     }
 
-    /// Records this process as the holder of the leases in `slots` that are still in `unnamed`.
+    /// Records this process as the holder of those leases in `slots` that are still in `unnamed`, the leases for which the file
+    /// names the predecessor.
     fn record_holder_in(
         &self,
         slots: &BTreeSet<LeaseSlot>,
         unnamed: &Mutex<BTreeSet<LeaseSlot>>,
     ) -> Result<(), LeaseError> {
         let name = |records: &mut LedgerRecords| {
-            // Checked under the ledger's lock, because a lease may have been handed over meanwhile, and the ledger may then
+            // The set is checked under the ledger's lock. A lease may have been handed over meanwhile, and the ledger may then
             // name the successor.
             let unnamed = lock(unnamed);
             let mut found = false;
@@ -382,7 +383,7 @@ impl Ledger {
     /// The ledger's file cannot be used.
     pub fn carry_over(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
         if let LedgerStorage::Directory { dir: folder, .. } = &*self.0 {
-            // Checked without the lock first, as in `release`.
+            // The ledger is first checked without its lock, as in `release`.
             if !folder.read()?.carry_over(from, to) {
                 return Ok(false);
             }
@@ -451,7 +452,7 @@ impl Ledger {
         }
     }
 
-    /// Returns the terms (owner and limits) of all ids that have any.
+    /// Returns the settings (owner and limits) of all ids that have any.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -507,7 +508,7 @@ impl Ledger {
             false => Err(LeaseError::NoSuchLease { id: id.to_owned() }),
         };
         if let LedgerStorage::Directory { dir: folder, .. } = &*self.0 {
-            // Checked without the lock first, as in `release`.
+            // The ledger is first checked without its lock, as in `release`.
             check(&folder.read()?)?;
         }
         self.update(|records| {
@@ -517,7 +518,8 @@ impl Ledger {
         })
     }
 
-    /// Removes the lease `id` and its terms from the ledger. The lease must be stale, unless `force` is set.
+    /// Removes the lease `id` and its settings (owner and limits) from the ledger. The lease must be stale, unless `force` is
+    /// set.
     ///
     /// # Errors
     /// There is no such lease, its holder is alive and `force` is not set, or the ledger's file cannot be used.
@@ -541,7 +543,8 @@ impl Ledger {
         };
         match &*self.0 {
             LedgerStorage::Directory { dir: folder, .. } => {
-                // Checked without the lock first, because taking the lock creates the directory, which may be mistyped.
+                // The ledger is first checked without its lock. Taking the lock creates the directory, whose path may be
+                // mistyped.
                 find(&folder.read()?)?;
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
@@ -582,7 +585,7 @@ impl Ledger {
         };
         match &*self.0 {
             LedgerStorage::Directory { dir: folder, .. } => {
-                // Checked without the lock first, as in `release`.
+                // The ledger is first checked without its lock, as in `release`.
                 decided(&mut folder.read()?)?;
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
@@ -632,7 +635,8 @@ impl Ledger {
         }
     }
 
-    /// Removes the lease in `slot`, which was returned, from the ledger, together with leases that other threads return.
+    /// Removes a returned lease, by its slot, from the ledger. One change removes it together with leases that other threads
+    /// return at the same time.
     fn return_lease(&self, slot: LeaseSlot) -> Result<(), LedgerStoreError> {
         match &*self.0 {
             LedgerStorage::Directory { returns, .. } => returns.return_lease(slot, |slots| {
@@ -645,8 +649,8 @@ impl Ledger {
         }
     }
 
-    /// Changes the record of a held lease, unless an operator has released the lease by force. `change` returns whether it
-    /// changed the record.
+    /// Changes the record of this held lease. `change` returns whether it changed the record. If an operator has released the
+    /// lease by force, there is no record to change.
     fn change_if(
         &self,
         change: impl FnOnce(&mut LedgerRecords) -> bool,
@@ -676,11 +680,11 @@ impl Ledger {
     }
 }
 
-/// A lease after it was entered in the ledger.
+/// Properties of a lease, from the ledger's records after the lease was entered.
 struct EnteredLease {
-    /// The extents, and the parts that have to be wiped.
+    /// Extents of the lease, and their parts that have to be wiped.
     parts: LeaseParts,
-    /// Number of queue pairs that the ledger records as reserved.
+    /// Number of queue pairs that the ledger records as reserved for the lease.
     reserved_pairs: u16,
     /// Drive name from which the names that guests see are derived.
     name_source: String,
@@ -688,7 +692,7 @@ struct EnteredLease {
     uncorrectable: Vec<ByteRange>,
 }
 
-/// Records an admitted lease in the ledger.
+/// Records a lease that was admitted in the ledger, in `slot`.
 fn record_admitted(
     records: &mut LedgerRecords,
     request: &LeaseRequest<'_>,
@@ -727,7 +731,7 @@ fn record_admitted(
         reserved_pairs: 0,
     };
     let reserved_pairs = match taken_over.and_then(|stale| records.find_mut(stale)) {
-        // Most likely, the next holder reserves the same number of pairs again.
+        // The next holder most likely reserves the same number of queue pairs again.
         Some(stale) => {
             let reserved_pairs = stale.reserved_pairs;
             *stale = LedgerRecord {
@@ -751,7 +755,7 @@ fn record_admitted(
     claim.record_owner(&mut records.terms, request.id);
     records.note_names(request.drive);
     records.note_facts(request);
-    // An id may have lost its last bytes to this lease.
+    // If another id has no bytes left because of this lease, its records are removed.
     records.remove_unused();
     EnteredLease {
         parts: LeaseParts { extents, unwiped },
@@ -765,11 +769,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Parts of a drive that belong to a lease.
+/// Parts of a drive that a lease has.
 #[derive(Clone, Debug)]
 struct LeaseParts {
     extents: LeaseExtents,
-    /// Parts that have to be wiped, in the lease's order.
+    /// Parts that have to be wiped before use, in the lease's order.
     unwiped: Vec<ByteRange>,
 }
 
@@ -783,7 +787,7 @@ pub struct Lease {
     slot: Option<LeaseSlot>,
     // Fields are dropped after `drop` has run, so the holder is released after the lease was returned.
     holder: Option<LeaseSlotHolder>,
-    /// True if the lease was handed over to the successor process.
+    /// True if the lease was handed over to the successor process. The value is shared with [`LedgerUncorrectableMarks`].
     is_handed_over: Arc<AtomicBool>,
     id: String,
     drive: String,
@@ -795,12 +799,12 @@ pub struct Lease {
     capacity: u64,
     /// The requested range or size.
     wanted: RequestedBytes,
-    /// Number of queue pairs that the ledger records as reserved; unknown (`None`) after a failed change.
+    /// Number of queue pairs that the ledger records as reserved for the lease; `None` if it is unknown after a failed change.
     reserved_pairs: Mutex<Option<u16>>,
-    /// Lock that serializes changes of `parts`, because each change also changes the ledger.
+    /// Lock that serializes changes of `parts`. Each such change also changes the ledger.
     changes: Mutex<()>,
     parts: Mutex<LeaseParts>,
-    /// Bytes that were unreadable by Write Uncorrectable when the lease was granted, without bytes that were wiped since.
+    /// Bytes that Write Uncorrectable had made unreadable when the lease was granted. Bytes that were wiped since are removed.
     uncorrectable: Mutex<Vec<ByteRange>>,
 }
 
@@ -902,7 +906,7 @@ impl Lease {
     #[must_use]
     pub fn uncorrectable(&self) -> Vec<BlockRange> {
         let blocks = |range: &ByteRange| {
-            // The drive's blocks may be larger now than when they became unreadable.
+            // Blocks of the drive may be larger now than when Write Uncorrectable made these bytes unreadable.
             let (start, last) = (range.start(), range.end().saturating_sub(1));
             let (start, last) = (start >> self.lba_shift, last >> self.lba_shift);
             BlockRange {
@@ -987,7 +991,7 @@ impl Lease {
         Ok(before.slice(bytes, present))
     }
 
-    /// Returns the present extents, after a check that the lease may get a size of `bytes`.
+    /// Checks that the lease may get a size of `bytes`. Returns its present extents.
     fn check_resize(&self, bytes: u64) -> Result<LeaseExtents, LeaseError> {
         match self.wanted {
             RequestedBytes::Range(range) => Err(LeaseError::Fixed {
@@ -1001,8 +1005,8 @@ impl Lease {
         }
     }
 
-    /// Changes the extents in the lease's ledger entry to a size of `bytes` bytes. The entry may differ from `parts`, if an
-    /// earlier change failed after it had written the ledger.
+    /// Changes the extents in the ledger's record of the lease to a size of `bytes` bytes. The record may differ from `parts`
+    /// if an earlier change failed after it had written the ledger.
     fn resize(&self, records: &mut LedgerRecords, bytes: u64) -> Result<LeaseExtents, LeaseError> {
         let RequestedBytes::Size { unit, whole, .. } = self.wanted else {
             return Ok(self.extents());
@@ -1106,7 +1110,7 @@ impl Lease {
                 },
                 Some(slot),
             ) => {
-                // The ledger will name the successor as the holder of the slot.
+                // From now on, only the successor records the holder of the slot.
                 lock(unnamed).remove(&slot);
             }
             (LedgerStorage::Process { records, .. }, Some(slot)) => {
@@ -1156,7 +1160,7 @@ impl LedgerUncorrectableMarks {
             .collect();
         self.ledger.update(|records| {
             let slot = self.slot.ok_or_else(gone)?;
-            // Checked under the ledger's lock: the successor reads the ledger after the hand-over.
+            // The flag is checked under the ledger's lock: the successor reads the ledger after the hand-over.
             let has_it = !self.is_handed_over.load(Ordering::Relaxed);
             let record = records.find(slot).filter(|_| has_it);
             let record = record.cloned().ok_or_else(gone)?;
@@ -1170,12 +1174,12 @@ impl LedgerUncorrectableMarks {
 
 #[cfg(test)]
 impl Lease {
-    /// Simulates the death of the holder: releases the lock, and leaves the lease in the ledger.
+    /// Simulates the death of the holder: unlocks the slot, and leaves the lease in the ledger.
     pub(super) fn die(mut self) {
         self.slot = None;
     }
 
-    /// Returns a second handle of the lease, for changes that this one does not see.
+    /// Returns a second handle of the lease. This handle does not see changes by that one.
     pub(super) fn ahead(&self) -> Self {
         Self {
             ledger: self.ledger.clone(),

@@ -53,7 +53,7 @@ fn ranges_that_overlap_are_refused() {
         assert_eq!(ids, ["a", "b", "c"]);
         drop((before, behind));
 
-        // Ranges of other namespaces or other drives do not overlap.
+        // Ranges on other namespaces or other drives do not overlap this range.
         let mut other = request("d", "1G+1G");
         other.nsid = Nsid(2);
         let other_namespace = ledger.acquire(&other).unwrap();
@@ -370,7 +370,7 @@ fn an_unchanged_takeover_writes_nothing() {
         ledger.acquire(request).unwrap_err();
     }
 
-    // A single write records the process for all leases.
+    // A single write records the process as the holder of all leases.
     next.record_holder().unwrap();
     let named = file_of(&dir);
     assert_ne!(named, before);
@@ -383,7 +383,7 @@ fn an_unchanged_takeover_writes_nothing() {
     next.record_holder().unwrap();
     assert_eq!(file_of(&dir), named);
 
-    // A slot that was taken over with its lease is not given to another lease.
+    // The slot of a lease that was taken over is not given to another lease.
     let beside = next.acquire(&request("e", "8G+1G")).unwrap();
     drop(again);
     let ids: Vec<_> = ledger.list().unwrap().into_iter().map(|e| e.id).collect();
@@ -399,17 +399,17 @@ fn a_lease_that_is_taken_over_with_a_change_is_written_at_once() {
         ..request("a", "0+1G")
     };
     let lease = ledger.acquire(&request("a", "1G+1G")).unwrap();
-    // A lease that was marked as ending.
+    // The lease was marked as ending.
     lease.mark_ending().unwrap();
     die(lease);
     let mut before = file_of(&dir);
     die(ledger.acquire(&request("a", "1G+1G")).unwrap());
     assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
     assert_eq!(ledger.list().unwrap()[0].state, LeaseHolderState::Stale);
-    // A request for another identity of the drive.
+    // The request names the drive by another of its names.
     die(ledger.acquire(&partition).unwrap());
     assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
-    // A request that changes the owner.
+    // The request changes the owner.
     die(ledger
         .acquire_with_claim(LeaseClaim::ForUser(1), &partition)
         .unwrap());
@@ -418,7 +418,7 @@ fn a_lease_that_is_taken_over_with_a_change_is_written_at_once() {
         .acquire_with_claim(LeaseClaim::ForUser(1), &partition)
         .unwrap());
     assert_eq!(file_of(&dir), before);
-    // A lease with fewer reserved queue pairs.
+    // The lease has fewer reserved queue pairs.
     let lease = ledger.acquire(&partition).unwrap();
     lease.note_reserved(3).unwrap();
     die(lease);
@@ -452,7 +452,7 @@ fn a_handed_over_lease_belongs_to_the_successor() {
     assert_eq!(next.list().unwrap()[0].state, LeaseHolderState::Stale);
     next.acquire(&request("b", "1G+1G")).unwrap_err();
     let lease = next.acquire(&request("a", "1G+1G")).unwrap();
-    // The predecessor neither records itself nor returns the lease.
+    // The process that took over the lease neither records itself nor returns the lease.
     let file = file_of(&dir);
     ledger.record_holder().unwrap();
     drop(before);
@@ -474,7 +474,7 @@ fn a_late_holder_record_does_not_overwrite_the_successor() {
     else {
         panic!("a ledger in a folder");
     };
-    // The thread that records the process has read the slots, and waits for the ledger.
+    // The thread that records the process as holder has read the set of slots, and waits for the ledger.
     let slots = lock(unnamed).clone();
     assert_eq!(slots.len(), 1);
     before.hand_over();
@@ -568,7 +568,7 @@ fn names_last_as_long_as_the_drive_does() {
     assert_ne!(names(private), names(Ledger::in_process()));
 }
 
-/// Requests a range with a policy for other ids' data.
+/// Requests a range with a policy for data of other ids.
 fn with(id: &'static str, range: &str, former_data: PreviousDataPolicy) -> LeaseRequest<'static> {
     LeaseRequest {
         previous_data: former_data,
@@ -576,7 +576,7 @@ fn with(id: &'static str, range: &str, former_data: PreviousDataPolicy) -> Lease
     }
 }
 
-/// Requests a range without such a policy, so that data of other ids refuses it.
+/// Requests a range without a policy for data of other ids, so that such data refuses the request.
 fn strict(id: &'static str, range: &str) -> LeaseRequest<'static> {
     with(id, range, PreviousDataPolicy::Refused)
 }
@@ -638,15 +638,15 @@ fn data_that_is_given_up_goes_to_the_next_id() {
         assert!(matches!(error, LeaseError::NoData { .. }), "{error}");
         let ranges = ledger.decide_data("a", PreviousDataPolicy::Kept).unwrap();
         assert_eq!(ranges, ["1G+1G".parse().unwrap()]);
-        // Refused until the lease of `a` ends.
+        // The request is refused until the lease of `a` ends.
         ledger.acquire(&strict("b", "1G+1G")).unwrap_err();
         drop(lease);
         let lease = ledger.acquire(&strict("b", "1G+1G")).unwrap();
         assert!(lease.unwiped().is_empty());
         drop(lease);
-        // The decision was for one lease only.
+        // The decision applied to one lease only.
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
-        // When the id returns, its data is private again.
+        // When the id leases the range again, its data is private again.
         ledger.decide_data("b", PreviousDataPolicy::Kept).unwrap();
         drop(ledger.acquire(&strict("b", "1G+1G")).unwrap());
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
@@ -661,7 +661,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
         drop(ledger.acquire(&strict("a", "1G+1G")).unwrap());
         let ranges = ledger.decide_data("a", PreviousDataPolicy::Wiped).unwrap();
         assert_eq!(ranges, [range("1G+1G")]);
-        // When the id returns, it gets its data, which is private again.
+        // When the id leases the range again, it gets its data, which is private again.
         let lease = ledger.acquire(&strict("a", "1G+1G")).unwrap();
         assert!(lease.unwiped().is_empty());
         drop(lease);
@@ -671,7 +671,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
         let lease = ledger.acquire(&strict("b", "1536M+1G")).unwrap();
         assert_eq!(lease.unwiped(), [range("1536M+512M")]);
         drop(lease);
-        // The wipe did not complete. So each next holder must complete it, even the first id.
+        // The wipe is incomplete. So each next holder must complete it, even the id that wrote the data.
         for id in ["c", "a", "b"] {
             let lease = ledger.acquire(&strict(id, "1536M+512M")).unwrap();
             assert_eq!(lease.unwiped(), [range("1536M+512M")], "{id}");
@@ -683,7 +683,7 @@ fn a_range_that_is_released_is_wiped_for_the_next_id() {
         assert!(lease.unwiped().is_empty());
         drop(lease);
         ledger.acquire(&strict("c", "1536M+512M")).unwrap_err();
-        // The part that was not leased is still released, and can be handed over without a wipe.
+        // The part that was not leased is still released, and the operator can hand it over without a wipe.
         ledger.decide_data("a", PreviousDataPolicy::Kept).unwrap();
         let lease = ledger.acquire(&strict("c", "1G+512M")).unwrap();
         assert!(lease.unwiped().is_empty());
@@ -749,7 +749,7 @@ fn a_kept_ledger_passes_names_and_data_owners_to_the_next_process() {
     let a = ledger.acquire(&request("a", "0+1G")).unwrap();
     let b = ledger.acquire(&sized).unwrap();
     let (names, extents) = (a.identity(), b.extents());
-    // The process is killed.
+    // The process of the holder is killed.
     die(a);
     die(b);
 

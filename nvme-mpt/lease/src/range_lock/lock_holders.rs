@@ -17,17 +17,17 @@ pub(crate) struct LockHolder {
     pid: u32,
     /// Name of the program.
     program: String,
-    /// User that runs the process.
+    /// User id of the process.
     user: u32,
-    /// True for an exclusive lock.
+    /// True for an exclusive lock; false for a shared lock.
     pub(super) is_exclusive: bool,
-    /// True if the descriptor of the lock is writable.
+    /// True if the file descriptor through which the lock was taken is writable.
     pub(super) is_writable: bool,
 }
 
 impl LockHolder {
-    /// Returns whether the lock is shared, through a read-only descriptor, and of a process that belongs neither to `user`
-    /// nor to root.
+    /// Returns whether the lock is shared, was taken through a read-only descriptor, and belongs to a process of a user other
+    /// than `user` and root.
     pub(super) fn is_foreign_reader(&self, user: u32) -> bool {
         !self.is_exclusive && !self.is_writable && self.user != user && self.user != 0
     }
@@ -42,20 +42,20 @@ impl fmt::Display for LockHolder {
     }
 }
 
-/// Locks on a file, by their holders.
+/// Locks on a file, with the processes that hold them.
 #[derive(Debug, Default)]
 pub(crate) struct FileLockHolders {
     pub(super) visible: Vec<LockHolder>,
-    /// True if a lock's holder was not found.
+    /// True if the process that holds one of the locks was not found.
     pub(super) has_hidden: bool,
 }
 
 /// Kinds of locks, as the kernel names them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProcLockKind {
-    /// Locks of `fcntl` on ranges, by process or by open file description.
+    /// Lock of `fcntl` on a range, held by a process or by an open file description.
     Range,
-    /// Locks of `flock` on whole files.
+    /// Lock of `flock` on a whole file.
     Whole,
 }
 
@@ -105,7 +105,7 @@ impl<'a> ProcLockLine<'a> {
     }
 }
 
-/// Maximum number of scans of all processes. A lock whose holder none of them found has an invisible holder.
+/// Maximum number of scans of all processes. If no scan finds the holder of a lock, this process cannot see that holder.
 const SCANS_MAX: u32 = 5;
 
 /// Finds the locks of `kind` in `range` of `file`, except locks of the open file description of `file` itself.
@@ -113,9 +113,8 @@ pub(crate) fn find_holders(file: &File, kind: ProcLockKind, range: &Range<u64>) 
     scan_until_found(|| scan(Path::new("/proc"), file, kind, range))
 }
 
-/// Scans repeatedly until the holders of all locks are found, because a scan is not atomic. If a lock is taken during the
-/// scan, the kernel may print another one twice in `/proc/locks`. A lock may also be taken by a process that was scanned
-/// before.
+/// Repeats a scan until the holders of all locks are found, because a scan is not atomic. If a lock is taken during the scan,
+/// the kernel may print another lock twice in `/proc/locks`. A lock may also be taken by a process that was scanned before.
 fn scan_until_found(mut look: impl FnMut() -> io::Result<FileLockHolders>) -> FileLockHolders {
     let mut look = || {
         look().unwrap_or(FileLockHolders {
@@ -143,7 +142,7 @@ fn scan(
     let own = (std::process::id(), file.as_raw_fd());
     let mut holders = FileLockHolders::default();
     let mut found = 0;
-    // Name of the file in /proc/locks, where some file systems report another device than `stat` does.
+    // Name of the file in `/proc/locks`. Some file systems report another device number there than `stat` does.
     let mut name = None;
     for process in fs::read_dir(proc)?.flatten() {
         let pid = process
@@ -250,7 +249,7 @@ mod tests {
             visible: Vec::new(),
             has_hidden: unseen,
         };
-        // The kernel printed a lock twice, which counts once.
+        // In the first scan, the kernel printed a lock twice. It counts once.
         let mut looks = [holders(true), holders(false)].into_iter();
         assert!(!scan_until_found(|| Ok(looks.next().expect("two looks"))).has_hidden);
         let mut looks = 0;

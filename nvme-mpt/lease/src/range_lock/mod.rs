@@ -36,7 +36,7 @@ pub(crate) use lock_holders::{FileLockHolders, ProcLockKind, find_holders};
 /// Maximum time for which a claim waits for an invisible holder, such as the I/O of a killed process.
 pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Shortest and longest pause between two attempts of a claim that waits for an invisible holder. Pauses are necessary because
+/// Minimum and maximum pause between two attempts of a claim that waits for an invisible holder. Pauses are necessary because
 /// each attempt scans all processes of the host.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
 
@@ -46,7 +46,7 @@ pub enum ClaimError {
     /// Another process uses part of the range.
     #[error("It is locked by {holders}")]
     Taken {
-        /// The processes with locks on the range, as far as this process can see them.
+        /// Description of the processes with locks on the range, as far as this process can see them.
         holders: String,
     },
     /// A system call failed.
@@ -66,10 +66,10 @@ impl From<ClaimError> for io::Error {
 /// A lock on ranges of a file, held until dropped.
 #[derive(Debug)]
 pub struct FileRangeLock {
-    // The lock belongs to this open file description, so each lock opens the file anew. Rust opens it with O_CLOEXEC, so a
-    // program that is started later does not inherit the lock.
+    // The lock belongs to this open file description, so each lock opens the file for itself. Rust opens it with O_CLOEXEC, so
+    // a program that is started later does not inherit the lock.
     file: File,
-    /// Start and length of each range.
+    /// Start and length of each locked range.
     ranges: Mutex<Vec<(u64, u64)>>,
 }
 
@@ -199,13 +199,14 @@ fn claim_range(
     let deadline = Deadline::after(&SystemClock::shared(), CLAIM_TIMEOUT);
     let mut pause = PAUSE.0;
     loop {
-        // Checked before the attempt. So the last attempt comes after the timeout, even if the machine was suspended.
+        // The deadline is checked before the attempt. So the last attempt comes after the timeout, even if the machine was
+        // suspended.
         let is_last = deadline.has_passed();
         if try_lock(file, LockKind::Exclusive, start, length)? {
             return Ok(());
         }
-        // Each claim first takes the shared lock, and then checks. So of two concurrent claims, at least one sees the
-        // other.
+        // Each claim first takes a shared lock, and then looks for locks of others. So of two concurrent claims, at least one
+        // sees the other.
         let shared = try_lock(file, LockKind::Shared, start, length)?;
         let holders = find_holders(file, ProcLockKind::Range, range);
         let reads_only = |holder: &lock_holders::LockHolder| holder.is_foreign_reader(user);
@@ -233,7 +234,8 @@ fn claim_range(
 
 impl Drop for FileRangeLock {
     fn drop(&mut self) {
-        // A forked child or pending I/O of the lease may still have the description, so the locks are released explicitly.
+        // A forked child or pending I/O of the lease may still have the open file description, so closing it here would not
+        // release the locks.
         for &(start, length) in &*self.ranges() {
             if let Err(error) = unlock(&self.file, start, length) {
                 warn!("A lock on a drive's file stays until the file is closed: {error}");
@@ -242,7 +244,7 @@ impl Drop for FileRangeLock {
     }
 }
 
-/// Returns the names of lock holders, for messages.
+/// Formats the names of the processes that hold locks, for messages.
 pub(crate) fn describe_holders(holders: &FileLockHolders) -> String {
     let mut names: Vec<String> = holders.visible.iter().map(ToString::to_string).collect();
     if names.is_empty() || holders.has_hidden {
@@ -259,7 +261,7 @@ pub(crate) fn describe_holders(holders: &FileLockHolders) -> String {
 /// # Errors
 /// Returns the error of `fcntl`.
 pub fn is_locked(file: &File, start: u64, length: u64) -> io::Result<bool> {
-    // A shared lock is excluded only by an exclusive one. So shared locks, which any reader can take, do not count.
+    // A shared lock is excluded only by an exclusive lock. So shared locks, which any reader can take, do not count here.
     is_lock_excluded(file, LockKind::Shared, start, length)
 }
 
@@ -296,7 +298,7 @@ mod tests {
             file
         }
 
-        /// Claims a part of the image, as a server of `user`, which is neither this test's user nor root.
+        /// Claims a part of the image as a server of `user`.
         fn claim(&self, user: u32, start: u64) -> Result<FileRangeLock, ClaimError> {
             let lock = FileRangeLock::new(self.open(true));
             lock.add_as_user(user, start, 1 << 10)?;
@@ -350,7 +352,7 @@ mod tests {
         let image = LockTestImage::new();
         let reader = image.share(false);
         assert!(!try_lock(&image.open(true), LockKind::Exclusive, 0, 1).expect("fcntl"));
-        // To a server of another user, the locks of this process are foreign.
+        // For a server of another user, the locks of this process are those of another user.
         let user = other_user();
         let _claimed = image.claim(user, 0).expect("only read");
         image.claim(user, 512).expect_err("taken");
@@ -378,7 +380,7 @@ mod tests {
                     assert!(try_lock(&file, LockKind::Exclusive, 0, 0).expect("fcntl"));
                     file
                 }
-                // QEMU locks images that it writes in this way.
+                // QEMU takes such locks on images that it writes.
                 false => image.share(true),
             };
             let taken = image.claim(other_user(), 4096).expect_err("in use");

@@ -9,9 +9,10 @@ use crate::flash::ModelledFlash;
 pub(super) struct OpenProgramUnit {
     /// Bytes of host data in the present program unit.
     host_bytes: u64,
-    /// Time when the controller has all copied pages of the present program unit.
+    /// Time when the controller has received the pages of all copies so far. A unit of copied pages is programmed, and a line
+    /// is erased, from this time on.
     copied_at: u64,
-    /// The last group of pages that a die read for a copy, and the time when it was read.
+    /// The last group of pages that a die read for a copy, and the time when its last transfer to the controller ended.
     last_read_group: Option<(u32, u64)>,
 }
 

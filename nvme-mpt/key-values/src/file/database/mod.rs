@@ -21,10 +21,10 @@ use crate::pairs::{
 use nvme_spec::key_value::{KEY_LENGTH_MAX, KvKey};
 use nvme_spec::status::Status;
 
-/// Values, by key space name and key.
+/// Table of values, by key space name and key.
 const PAIRS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("pairs");
 
-/// Used bytes and number of keys, by key space name.
+/// Table of used bytes and numbers of keys, by key space name.
 const USAGE: TableDefinition<'_, u64, (u64, u64)> = TableDefinition::new("usage");
 
 /// Maximum size of the database's cache, in bytes.
@@ -36,9 +36,9 @@ pub(super) struct KeyValueDatabase<B> {
     /// Path of the file for log messages.
     path: PathBuf,
     file: SyncedFile<B>,
-    /// `None` after a failure, until the database can be reopened.
+    /// Open database; `None` after a failure, until it can be opened again.
     database: Option<Database>,
-    /// True if the present failure was logged.
+    /// True if the failure was logged that the database has at present.
     is_failing: bool,
     usages: Arc<KeySpaceUsages>,
 }
@@ -63,7 +63,7 @@ impl<B: StorageBackend + Clone> KeyValueDatabase<B> {
 
     fn open_database(&self) -> Result<Database, redb::Error> {
         // After a failed sync, the page cache differs from the disk, and the database would trust the page cache. A successful
-        // sync makes both equal. The second attempt rewrites the data.
+        // sync makes both equal: after a failed one, the next attempt writes the data again.
         let synced = self.file.sync_data().or_else(|_| self.file.sync_data());
         synced.map_err(StorageError::Io)?;
         let database = Database::builder()

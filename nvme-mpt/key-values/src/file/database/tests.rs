@@ -22,9 +22,9 @@ struct State {
     durable: Vec<u8>,
     now: Vec<u8>,
     unsynced: Vec<Unsynced>,
-    /// Number of writes that succeed before all further writes fail; `None` if no write fails.
+    /// Number of further writes that succeed, after which all writes fail; `None` if no write fails.
     writes_left: Option<usize>,
-    /// Number of syncs that succeed before one sync fails; `None` if no sync fails.
+    /// Number of further syncs that succeed, after which one sync fails; `None` if no sync fails.
     syncs_left: Option<usize>,
 }
 

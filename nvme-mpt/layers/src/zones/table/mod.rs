@@ -140,7 +140,7 @@ impl ZoneTable {
         }
     }
 
-    /// Limits the table to the zones within the first `blocks` blocks of the lease. The zones beyond are inaccessible until the
+    /// Limits the table to the zones within the first `blocks` blocks of the lease. All other zones are inaccessible until the
     /// namespace grows again.
     pub(super) fn limit_to_blocks(&mut self, blocks: u64) {
         let whole = blocks / self.geometry.size;
@@ -267,8 +267,8 @@ impl ZoneTable {
         self.advance_write_pointer(index, count)
     }
 
-    /// Accepts a write that the old server may already have accepted. Blocks below the write pointer are written again, because
-    /// the old server moved the write pointer before the drive had the data.
+    /// Accepts a write that the predecessor may already have accepted. Blocks below the write pointer are written again,
+    /// because the predecessor moved the write pointer before the drive had the data.
     pub(super) fn repeat_write(&mut self, slba: Lba, count: u64) -> Result<(), Status> {
         let (index, offset) = self.locate(slba)?;
         let zone = self.check_not_resetting(index)?;

@@ -49,7 +49,7 @@ struct FlashLine {
     erase_count: u32,
 }
 
-/// Position of the next write, of host pages or of copied pages.
+/// Position of the next write: one exists for pages of the host, and one for copied pages.
 #[derive(Clone, Copy, Debug, Default)]
 struct WritePoint {
     /// Next page of the open line, and number of pages that are left in this line.
@@ -307,7 +307,7 @@ mod tests {
     /// Flash that records the contents of each page, and checks the rules of flash.
     struct RecordingFlash {
         geometry: FlashGeometry,
-        /// Content of each page: the number of the host's write.
+        /// Content of each flash page: the number of the host's write that produced it.
         pages: Vec<Option<u64>>,
         writing: u64,
     }
@@ -358,7 +358,7 @@ mod tests {
     pub(super) struct FtlTestDrive {
         pub(super) ftl: Ftl,
         flash: RecordingFlash,
-        /// Number of the host's last write to each page.
+        /// Number of the host's last write to each logical page.
         expected: Vec<Option<u64>>,
     }
 

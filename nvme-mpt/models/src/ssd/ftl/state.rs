@@ -267,7 +267,7 @@ mod tests {
         assert!(matches!(cut, Err(FtlStateError::Read(_))));
     }
 
-    /// If any numbers are changed, the state is refused or the layer works.
+    /// If any numbers of a saved state are changed, the state is refused, or the layer still works.
     #[test]
     fn a_state_that_is_damaged_is_refused_or_harmless() {
         let (_, state) = used_drive();

@@ -17,8 +17,9 @@ use nvme_guest::{
     AdaptivePolicies, BackendEvent, BackendState, BackendStateError, BackendStats,
     ControllerBackend, ControllerLimits, CqConfig, DirtyRange, DmaError, DmaWindow, DoorbellBuffer,
     DoorbellMode, DoorbellPage, ErrorEntry, EventQueue, Gpa, InterruptVector, IoQueueEvent,
-    LeaseCounters, LeaseFacts, LeaseStatus, MemoryRegion, PersistedQueues, QueueError,
-    QueueFailure, SharedBackendParts, SqConfig, VmmMapping,
+    LeaseBackend, LeaseCounters, LeaseFacts, LeaseStatus, LifecycleBackend, MemoryBackend,
+    MemoryRegion, PersistedQueues, QueueBackend, QueueError, QueueFailure, SharedBackendParts,
+    SqConfig, VmmMapping,
 };
 use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
 use nvme_mpt_memory::deadline::{ACCESS_DEADLINE, WaitClock};
@@ -244,6 +245,26 @@ impl ControllerBackend for Recorded {
         self.shared.clone()
     }
 
+    fn is_disconnected(&self) -> bool {
+        self.trouble() == BackendFailure::Away
+    }
+
+    fn successor_count(&self) -> u64 {
+        self.successors.load(Ordering::Relaxed)
+    }
+
+    fn take_events(&self) -> Vec<IoQueueEvent> {
+        let events = self.events.take();
+        for event in std::mem::take(&mut *self.late_events.lock().unwrap()) {
+            self.events.report(event);
+        }
+        events
+    }
+
+    fn reset_connection(&self) {}
+}
+
+impl LeaseBackend for Recorded {
     fn status(&self) -> LeaseStatus {
         LeaseStatus {
             // The namespace was resized in place.
@@ -252,14 +273,6 @@ impl ControllerBackend for Recorded {
             is_backed: true,
             is_gone: false,
         }
-    }
-
-    fn is_disconnected(&self) -> bool {
-        self.trouble() == BackendFailure::Away
-    }
-
-    fn successor_count(&self) -> u64 {
-        self.successors.load(Ordering::Relaxed)
     }
 
     fn check_damage(&self) -> LeaseDamage {
@@ -288,14 +301,23 @@ impl ControllerBackend for Recorded {
         unreachable!("a function asks for no figures")
     }
 
-    fn take_events(&self) -> Vec<IoQueueEvent> {
-        let events = self.events.take();
-        for event in std::mem::take(&mut *self.late_events.lock().unwrap()) {
-            self.events.report(event);
+    fn flush_within(&self, time: Duration) -> io::Result<()> {
+        self.record_call(Call::Flush(time));
+        match self.trouble() {
+            BackendFailure::Unflushed => Err(io::Error::from_raw_os_error(5)),
+            BackendFailure::Late => Err(io::ErrorKind::TimedOut.into()),
+            BackendFailure::Away => Err(io::ErrorKind::NotConnected.into()),
+            BackendFailure::Replaced => {
+                self.successors.fetch_add(1, Ordering::Relaxed);
+                *self.trouble.lock().unwrap() = BackendFailure::None;
+                Err(io::ErrorKind::NotConnected.into())
+            }
+            _ => Ok(()),
         }
-        events
     }
+}
 
+impl MemoryBackend for Recorded {
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
         self.window.map(memory)
     }
@@ -322,7 +344,9 @@ impl ControllerBackend for Recorded {
     }
 
     fn stop_dirty_log(&self) {}
+}
 
+impl QueueBackend for Recorded {
     fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
         self.record_call(Call::CreateCq(config));
         self.create(config.qid)
@@ -381,9 +405,9 @@ impl ControllerBackend for Recorded {
             _ => Ok(()),
         }
     }
+}
 
-    fn reset_connection(&self) {}
-
+impl LifecycleBackend for Recorded {
     fn pause_within(&self, _: Duration) -> Result<(), QueueError> {
         self.record_call(Call::Pause);
         self.stopped()
@@ -402,21 +426,6 @@ impl ControllerBackend for Recorded {
         *self.clock.0.lock().unwrap() += RESET;
         self.queues.lock().unwrap().clear();
         self.stopped()
-    }
-
-    fn flush_within(&self, time: Duration) -> io::Result<()> {
-        self.record_call(Call::Flush(time));
-        match self.trouble() {
-            BackendFailure::Unflushed => Err(io::Error::from_raw_os_error(5)),
-            BackendFailure::Late => Err(io::ErrorKind::TimedOut.into()),
-            BackendFailure::Away => Err(io::ErrorKind::NotConnected.into()),
-            BackendFailure::Replaced => {
-                self.successors.fetch_add(1, Ordering::Relaxed);
-                *self.trouble.lock().unwrap() = BackendFailure::None;
-                Err(io::ErrorKind::NotConnected.into())
-            }
-            _ => Ok(()),
-        }
     }
 
     fn restore_inflight(&self, _: &PersistedQueues) -> Result<(), BackendStateError> {

@@ -20,8 +20,9 @@ use nvme_guest::threads::ThreadSpawner;
 use nvme_guest::{
     BackendEvent, BackendState, BackendStateError, BackendStats, ControllerBackend, CqConfig,
     DirtyRange, DmaError, DmaWindow, DoorbellBuffer, DoorbellPage, Gpa, InterruptVector,
-    IoQueueEvent, LeaseCounters, LeaseFacts, LeaseStatus, MemoryRegion, PersistedQueues,
-    QueueError, SharedBackendParts, SqConfig, VmmMapping,
+    IoQueueEvent, LeaseBackend, LeaseCounters, LeaseFacts, LeaseStatus, LifecycleBackend,
+    MemoryBackend, MemoryRegion, PersistedQueues, QueueBackend, QueueError, SharedBackendParts,
+    SqConfig, VmmMapping,
 };
 use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
 use nvme_mpt_memory::eventfd;
@@ -476,6 +477,37 @@ impl ControllerBackend for RemoteBackend {
         self.shared.clone()
     }
 
+    fn is_disconnected(&self) -> bool {
+        self.link.state().is_disconnected()
+    }
+
+    fn successor_count(&self) -> u64 {
+        self.link.state().successors
+    }
+
+    fn take_events(&self) -> Vec<IoQueueEvent> {
+        // Must precede reading the events: each later event signals again. No signal is no error.
+        let _ = self.link.events.read();
+        // Older events first: the next server's events are read after the loss of the previous one.
+        let mut events = self.link.state().take_local_events();
+        events.extend(
+            self.call::<Vec<IoQueueEvent>>(&BackendRequest::TakeEvents)
+                .into_iter()
+                .flatten(),
+        );
+        events.extend(self.link.state().take_local_events());
+        if events.contains(&IoQueueEvent::HostSide(BackendEvent::BackWithQueues)) {
+            self.refresh_doorbells();
+        }
+        events
+    }
+
+    fn reset_connection(&self) {
+        self.call_ignoring_loss(&BackendRequest::BeginAnew);
+    }
+}
+
+impl LeaseBackend for RemoteBackend {
     fn status(&self) -> LeaseStatus {
         let mut state = self.link.state();
         let answer: Result<LeaseStatus, ServerLost> =
@@ -498,14 +530,6 @@ impl ControllerBackend for RemoteBackend {
                 }
             }
         }
-    }
-
-    fn is_disconnected(&self) -> bool {
-        self.link.state().is_disconnected()
-    }
-
-    fn successor_count(&self) -> u64 {
-        self.link.state().successors
     }
 
     fn check_damage(&self) -> LeaseDamage {
@@ -561,23 +585,12 @@ impl ControllerBackend for RemoteBackend {
             })
     }
 
-    fn take_events(&self) -> Vec<IoQueueEvent> {
-        // Must precede reading the events: each later event signals again. No signal is no error.
-        let _ = self.link.events.read();
-        // Older events first: the next server's events are read after the loss of the previous one.
-        let mut events = self.link.state().take_local_events();
-        events.extend(
-            self.call::<Vec<IoQueueEvent>>(&BackendRequest::TakeEvents)
-                .into_iter()
-                .flatten(),
-        );
-        events.extend(self.link.state().take_local_events());
-        if events.contains(&IoQueueEvent::HostSide(BackendEvent::BackWithQueues)) {
-            self.refresh_doorbells();
-        }
-        events
+    fn flush_within(&self, time: Duration) -> io::Result<()> {
+        self.call_io(&BackendRequest::FlushWithin(time))
     }
+}
 
+impl MemoryBackend for RemoteBackend {
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
         self.window.check_region(&memory)?;
         self.map_on_both(memory, None, RegionHistory::New)
@@ -697,7 +710,9 @@ impl ControllerBackend for RemoteBackend {
         self.call_ignoring_loss(&BackendRequest::StopDirtyLog);
         self.window.stop_dirty_log();
     }
+}
 
+impl QueueBackend for RemoteBackend {
     fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
         self.change_queues(config.qid, &BackendRequest::CreateCq(config), |queues| {
             queues.cqs.push(config);
@@ -789,11 +804,9 @@ impl ControllerBackend for RemoteBackend {
         state.settings.watches_admin = watched.is_ok() || state.is_disconnected();
         watched
     }
+}
 
-    fn reset_connection(&self) {
-        self.call_ignoring_loss(&BackendRequest::BeginAnew);
-    }
-
+impl LifecycleBackend for RemoteBackend {
     fn pause_within(&self, time: Duration) -> Result<(), QueueError> {
         // Set first, so that a server that reconnects now restores the queues paused.
         self.link.state().settings.paused = true;
@@ -837,10 +850,6 @@ impl ControllerBackend for RemoteBackend {
             self.wakers().doorbells = IoDoorbells::default();
         }
         result
-    }
-
-    fn flush_within(&self, time: Duration) -> io::Result<()> {
-        self.call_io(&BackendRequest::FlushWithin(time))
     }
 
     fn save(&self) -> Result<BackendState, BackendStateError> {

@@ -85,9 +85,9 @@ pub mod threads;
 pub use adaptive::AdaptivePolicies;
 pub use address::{Gpa, Iova};
 pub use backend::{
-    BackendState, BackendStateError, ControllerBackend, CqConfig, LeaseFacts, LeaseStatus,
-    LeasedNamespace, PersistedBackendFiles, PersistedBackendParts, PersistedQueues, QueueError,
-    SharedBackendParts, SqConfig,
+    BackendState, BackendStateError, ControllerBackend, CqConfig, LeaseBackend, LeaseFacts,
+    LeaseStatus, LeasedNamespace, LifecycleBackend, MemoryBackend, PersistedBackendFiles,
+    PersistedBackendParts, PersistedQueues, QueueBackend, QueueError, SharedBackendParts, SqConfig,
 };
 pub use dma::{
     DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryLimit, MemoryRefusal,

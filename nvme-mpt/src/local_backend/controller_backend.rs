@@ -6,8 +6,8 @@ use std::time::Duration;
 use nvme_guest::address::Gpa;
 use nvme_guest::backend::{
     BackendState, BackendStateError, CoalescingConfig, CommandDrainMode, ControllerBackend,
-    CqConfig, GUEST_NSID, IoDoorbells, LeaseFacts, LeaseStatus, PersistedQueues, QueueError,
-    SharedBackendParts, SqConfig,
+    CqConfig, GUEST_NSID, IoDoorbells, LeaseBackend, LeaseFacts, LeaseStatus, LifecycleBackend,
+    MemoryBackend, PersistedQueues, QueueBackend, QueueError, SharedBackendParts, SqConfig,
 };
 use nvme_guest::dma::{DetachedGuestMemory, DirtyRange, DmaError, MemoryRegion, VmmMapping};
 use nvme_guest::doorbell::DoorbellBuffer;
@@ -56,6 +56,19 @@ impl ControllerBackend for LocalBackend {
         }
     }
 
+    fn take_events(&self) -> Vec<IoQueueEvent> {
+        let events = self.context.events.take().into_iter();
+        events
+            .filter_map(|event| self.to_guest_event(event))
+            .collect()
+    }
+
+    fn reset_connection(&self) {
+        self.open_lease.host().forget_write_errors();
+    }
+}
+
+impl LeaseBackend for LocalBackend {
     fn status(&self) -> LeaseStatus {
         let blocks = self.blocks();
         let is_gone = self.drive().controller().incidents().is_gone;
@@ -98,13 +111,12 @@ impl ControllerBackend for LocalBackend {
         Self::stats(self)
     }
 
-    fn take_events(&self) -> Vec<IoQueueEvent> {
-        let events = self.context.events.take().into_iter();
-        events
-            .filter_map(|event| self.to_guest_event(event))
-            .collect()
+    fn flush_within(&self, time: Duration) -> io::Result<()> {
+        self.flush_until(&self.deadline_after(time))
     }
+}
 
+impl MemoryBackend for LocalBackend {
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
         self.window.map(memory)
     }
@@ -150,7 +162,9 @@ impl ControllerBackend for LocalBackend {
     fn stop_dirty_log(&self) {
         self.window.stop_dirty_log();
     }
+}
 
+impl QueueBackend for LocalBackend {
     fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
         Self::create_cq(self, config)
     }
@@ -210,11 +224,9 @@ impl ControllerBackend for LocalBackend {
     fn watch_admin_doorbells(&self) -> io::Result<()> {
         Self::watch_admin_doorbells(self)
     }
+}
 
-    fn reset_connection(&self) {
-        self.open_lease.host().forget_write_errors();
-    }
-
+impl LifecycleBackend for LocalBackend {
     fn pause_within(&self, time: Duration) -> Result<(), QueueError> {
         self.pause_until(&self.deadline_after(time))
     }
@@ -241,10 +253,6 @@ impl ControllerBackend for LocalBackend {
             let _ = pause::quiesce_until(&mut queues, &self.deadline_after(time / 2));
         }
         self.delete_queues_until(&mut queues, &deadline, OverdueQueuePolicy::Skip)
-    }
-
-    fn flush_within(&self, time: Duration) -> io::Result<()> {
-        self.flush_until(&self.deadline_after(time))
     }
 
     fn save(&self) -> Result<BackendState, BackendStateError> {

@@ -32,7 +32,7 @@ use std::io;
 use std::sync::{Arc, PoisonError};
 
 use log::{error, warn};
-use nvme_guest::backend::{ControllerBackend, GUEST_NSID, LeaseFacts, LeasedNamespace, QueueError};
+use nvme_guest::backend::{GUEST_NSID, LeaseBackend, LeaseFacts, LeasedNamespace, QueueError};
 use nvme_guest::dma::{DmaWindow, MemoryKinds, MemoryLimit};
 use nvme_guest::doorbell::{DoorbellMode, DoorbellPage};
 use nvme_guest::event::EventQueue;
@@ -553,7 +553,7 @@ impl LocalBackend {
             .late_flush
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        let commands = ControllerBackend::completed_commands(self);
+        let commands = LeaseBackend::completed_commands(self);
         let covers_all = |flush: &LateFlush| !has_queues && flush.commands == commands;
         let result = match late.take().filter(covers_all) {
             Some(LateFlush {

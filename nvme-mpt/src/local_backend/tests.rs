@@ -1,7 +1,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use nvme_guest::adaptive::AdaptivePolicies;
-use nvme_guest::backend::{ControllerBackend, CqConfig};
+use nvme_guest::backend::{ControllerBackend, CqConfig, MemoryBackend, QueueBackend};
 use nvme_guest::dma::MemoryRegion;
 use nvme_guest::event::{DriveEvent, IoQueueEvent};
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};

@@ -8,7 +8,10 @@ use std::sync::{Arc, LazyLock};
 use std::thread;
 
 use nvme_guest::rate_limit::RateLimits;
-use nvme_guest::{ControllerBackend, DoorbellMode, PersistedBackendParts};
+use nvme_guest::{
+    ControllerBackend, DoorbellMode, LifecycleBackend, MemoryBackend, PersistedBackendParts,
+    QueueBackend,
+};
 use nvme_mpt::LocalBackend;
 use nvme_mpt_lease_protocol::{
     LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, PeerIdentity,

@@ -28,8 +28,8 @@ use std::sync::LazyLock;
 
 use nvme_guest::inflight::InflightFile;
 use nvme_guest::{
-    ControllerBackend, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader, Gpa,
-    MemoryRegion, PersistedBackendParts, PersistedQueues, SqConfig,
+    CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader, Gpa, LifecycleBackend,
+    MemoryBackend, MemoryRegion, PersistedBackendParts, PersistedQueues, SqConfig,
 };
 use nvme_mpt::{LocalBackend, LocalBackendError, SharedBackendPartsSource};
 use nvme_mpt_memory::memfd;
@@ -135,7 +135,7 @@ impl LeftFiles {
             readable: true,
             writable: true,
         };
-        ControllerBackend::map(&attachment, region).expect("memory");
+        MemoryBackend::map(&attachment, region).expect("memory");
         Ok(attachment)
     }
 }
@@ -178,8 +178,8 @@ fn queues(choices: u8, input: &mut Input<'_>) -> PersistedQueues {
 
 /// Checks the state of a paused back end.
 fn check(attachment: &LocalBackend, queues: &PersistedQueues) {
-    let state = ControllerBackend::save(attachment).expect("paused");
-    ControllerBackend::check_state(attachment, &state).expect("a state as any other");
+    let state = LifecycleBackend::save(attachment).expect("paused");
+    LifecycleBackend::check_state(attachment, &state).expect("a state as any other");
     assert_eq!(PersistedQueues::from_state(&state), *queues);
 }
 
@@ -212,17 +212,17 @@ fn restore_queues(left: &LeftFiles, mode: DoorbellMode, queues: &PersistedQueues
         }
     };
     // Paused, so that no poller runs the queues before the state is checked.
-    ControllerBackend::pause(&attachment).expect("idle");
-    if let Err(error) = ControllerBackend::restore_inflight(&attachment, queues) {
+    LifecycleBackend::pause(&attachment).expect("idle");
+    if let Err(error) = LifecycleBackend::restore_inflight(&attachment, queues) {
         assert!(!error.to_string().is_empty());
-        let state = ControllerBackend::save(&attachment).expect("paused");
+        let state = LifecycleBackend::save(&attachment).expect("paused");
         assert!(state.queues.is_empty(), "a queue is left");
         return false;
     }
     check(&attachment, queues);
-    ControllerBackend::resume(&attachment);
+    LifecycleBackend::resume(&attachment);
     work(&attachment, queues);
-    ControllerBackend::pause(&attachment).expect("nothing takes long");
+    LifecycleBackend::pause(&attachment).expect("nothing takes long");
     check(&attachment, queues);
     true
 }

@@ -12,8 +12,8 @@ use nvme_guest::backend::DoorbellWaker;
 use nvme_guest::inflight::InflightFile;
 use nvme_guest::threads::start_thread;
 use nvme_guest::{
-    ControllerBackend, CqConfig, DoorbellMode, DoorbellPage, EventReader, Gpa, MemoryRegion,
-    PersistedBackendParts, PersistedQueues, SqConfig,
+    ControllerBackend, CqConfig, DoorbellMode, DoorbellPage, EventReader, Gpa, LifecycleBackend,
+    MemoryBackend, MemoryRegion, PersistedBackendParts, PersistedQueues, QueueBackend, SqConfig,
 };
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
@@ -340,10 +340,10 @@ pub(crate) fn open_local_backend(
                 .unwrap_or_else(|error| panic!("{error}"));
         }
     } else {
-        ControllerBackend::restore_inflight(&attachment, &kept.queues)
+        LifecycleBackend::restore_inflight(&attachment, &kept.queues)
             .unwrap_or_else(|error| panic!("life {life} takes nothing up: {error}"));
     }
-    let wakers = ControllerBackend::io_doorbells(&attachment).wakers;
+    let wakers = QueueBackend::io_doorbells(&attachment).wakers;
     *kept.wakers() = wakers;
     kept.is_served.store(true, Ordering::Relaxed);
     // Doorbells may have been written before their wakers were registered, so all pollers are woken.

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use nvme_guest::{ControllerBackend, EventReader, PersistedBackendParts};
+use nvme_guest::{ControllerBackend, EventReader, LeaseBackend, PersistedBackendParts};
 use nvme_mpt::drive::SpareDescriptorStore;
 use nvme_mpt::{LocalBackend, SharedBackendPartsSource};
 use nvme_mpt_tests::admin::{LogPage, log};

@@ -122,7 +122,7 @@ fn a_function_has_the_limit_that_its_options_give_it() {
     let file = sparse(MIB);
     let map = |nth| {
         let fd = file.try_clone().unwrap().into();
-        nvme_guest::ControllerBackend::map(
+        nvme_guest::MemoryBackend::map(
             &*attachment,
             MemoryRegion {
                 gpa: Gpa(nth * MIB),

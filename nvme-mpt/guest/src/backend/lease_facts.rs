@@ -55,7 +55,7 @@ pub struct LeaseFacts {
     pub parks: bool,
     /// Temperatures at which the drive warns; `None` if it has no temperature sensor.
     pub thresholds: Option<TemperatureThresholds>,
-    /// True if [`HostSide::check_damage`](crate::backend::ControllerBackend::check_damage) can change, so that it has to be
+    /// True if [`LeaseBackend::check_damage`](super::LeaseBackend::check_damage) can change, so that it has to be
     /// checked periodically.
     pub can_be_damaged: bool,
     /// True if the drive exists only in the back end's process, so that no other process can take over its lease.

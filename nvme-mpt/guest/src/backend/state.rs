@@ -17,7 +17,7 @@ use nvme_spec::sqe::Sqe;
 use serde::{Deserialize, Serialize};
 use zerocopy::transmute;
 
-use super::queue::{CqConfig, PersistedQueues, QueueError, SqConfig};
+use super::queues::{CqConfig, PersistedQueues, QueueError, SqConfig};
 use crate::address::Gpa;
 use crate::doorbell::DoorbellBuffer;
 use crate::inflight::MAX_SLOTS;

@@ -101,7 +101,7 @@ pub struct IoDoorbells {
     /// True if the doorbells are in a Doorbell Buffer. A register write then carries no value and only wakes the poller.
     pub are_buffered: bool,
     /// True if the guest may store to the registers without an exit, see
-    /// [`begin_untrapped_doorbells`](super::ControllerBackend::begin_untrapped_doorbells).
+    /// [`begin_untrapped_doorbells`](super::QueueBackend::begin_untrapped_doorbells).
     pub are_untrapped: bool,
     /// Each doorbell, with the waker of its queue's poller.
     pub wakers: Vec<(Doorbell, DoorbellWaker)>,

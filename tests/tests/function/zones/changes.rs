@@ -1,7 +1,7 @@
 //! Zones that changed on their own, in snapshots and with the next server.
 
 use nvme_guest::event::IoQueueEvent;
-use nvme_guest::{ControllerBackend, EventReader};
+use nvme_guest::{ControllerBackend, EventReader, LeaseBackend};
 use nvme_mpt::SharedBackendPartsSource;
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::controller::Controller;

@@ -428,7 +428,7 @@ impl LifecycleBackend for Recorded {
         self.stopped()
     }
 
-    fn restore_inflight(&self, _: &PersistedQueues) -> Result<(), BackendStateError> {
+    fn restore_running(&self, _: &PersistedQueues) -> Result<(), BackendStateError> {
         unreachable!("a function does not take up what its host side keeps for it")
     }
 

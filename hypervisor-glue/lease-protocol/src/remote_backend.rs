@@ -877,7 +877,7 @@ impl LifecycleBackend for RemoteBackend {
         result
     }
 
-    fn restore_inflight(&self, kept: &PersistedQueues) -> Result<(), BackendStateError> {
+    fn restore_running(&self, kept: &PersistedQueues) -> Result<(), BackendStateError> {
         self.call_state(&BackendRequest::TakeUp(Box::new(kept.clone())))
     }
 }

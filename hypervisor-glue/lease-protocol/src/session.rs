@@ -500,7 +500,7 @@ impl BackendRequestHandler<'_> {
             }
             BackendRequest::Save => self.reply(&host.save()),
             BackendRequest::Check(state) => self.reply(&host.check_state(&state)),
-            BackendRequest::TakeUp(kept) => self.reply(&host.restore_inflight(&kept)),
+            BackendRequest::TakeUp(kept) => self.reply(&host.restore_running(&kept)),
             BackendRequest::Restore(state) => self.reply(&host.restore(&state)),
             BackendRequest::Vector { number, change } => {
                 self.reply(&self.change_vector(number, change, descriptor))

@@ -259,7 +259,7 @@ impl LifecycleBackend for LocalBackend {
         Self::save(self)
     }
 
-    fn restore_inflight(&self, kept: &PersistedQueues) -> Result<(), BackendStateError> {
+    fn restore_running(&self, kept: &PersistedQueues) -> Result<(), BackendStateError> {
         let live = self.context.inflight.as_ref();
         let crashes = live.and_then(|live| live.crashes());
         run_recorded(crashes.as_ref(), || Self::restore_persisted(self, kept))

@@ -213,7 +213,7 @@ fn restore_queues(left: &LeftFiles, mode: DoorbellMode, queues: &PersistedQueues
     };
     // Paused, so that no poller runs the queues before the state is checked.
     LifecycleBackend::pause(&attachment).expect("idle");
-    if let Err(error) = LifecycleBackend::restore_inflight(&attachment, queues) {
+    if let Err(error) = LifecycleBackend::restore_running(&attachment, queues) {
         assert!(!error.to_string().is_empty());
         let state = LifecycleBackend::save(&attachment).expect("paused");
         assert!(state.queues.is_empty(), "a queue is left");

@@ -340,7 +340,7 @@ pub(crate) fn open_local_backend(
                 .unwrap_or_else(|error| panic!("{error}"));
         }
     } else {
-        LifecycleBackend::restore_inflight(&attachment, &kept.queues)
+        LifecycleBackend::restore_running(&attachment, &kept.queues)
             .unwrap_or_else(|error| panic!("life {life} takes nothing up: {error}"));
     }
     let wakers = QueueBackend::io_doorbells(&attachment).wakers;

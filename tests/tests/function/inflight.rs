@@ -456,7 +456,7 @@ fn finish(kind: &str, left: &LeftState, live_len: u64) -> usize {
         doorbells: doorbells.fd().try_clone_to_owned().unwrap(),
     };
     let attachment = attach(&host, files);
-    LifecycleBackend::restore_inflight(&*attachment, &queues()).unwrap();
+    LifecycleBackend::restore_running(&*attachment, &queues()).unwrap();
     let mut queue = attachment.take_queue(QUEUE).unwrap();
     let began = Instant::now();
     while completions(&guest).len() < usize::from(SECOND) {
@@ -614,7 +614,7 @@ fn invalid_queues_are_not_restored_and_new_ones_work() {
     let host = host("null:16M");
     let attachment = attach(&host, new_files());
     let refused = |kept: &PersistedQueues, reason: &str| {
-        let error = LifecycleBackend::restore_inflight(&*attachment, kept).unwrap_err();
+        let error = LifecycleBackend::restore_running(&*attachment, kept).unwrap_err();
         assert!(error.to_string().contains(reason), "{error}");
     };
     let kept = queues();
@@ -641,11 +641,11 @@ fn invalid_queues_are_not_restored_and_new_ones_work() {
 
     attachment.create_cq(kept.cqs[0]).unwrap();
     attachment.create_sq(kept.sqs[0]).unwrap();
-    let error = LifecycleBackend::restore_inflight(&*attachment, &kept).unwrap_err();
+    let error = LifecycleBackend::restore_running(&*attachment, &kept).unwrap_err();
     assert!(error.to_string().contains("without I/O queues"), "{error}");
     attachment.reset().unwrap();
     // For a guest without queues, restoring does nothing.
-    LifecycleBackend::restore_inflight(&*attachment, &PersistedQueues::default()).unwrap();
+    LifecycleBackend::restore_running(&*attachment, &PersistedQueues::default()).unwrap();
 }
 
 #[test]
@@ -653,7 +653,7 @@ fn a_function_without_live_state_cannot_be_taken_up() {
     let host = host("null:16M");
     let attachment =
         host.open_local_backend_with("function", &Setup::default(), SharedBackendPartsSource::Own);
-    let error = LifecycleBackend::restore_inflight(&*attachment, &queues()).unwrap_err();
+    let error = LifecycleBackend::restore_running(&*attachment, &queues()).unwrap_err();
     assert!(
         error.to_string().contains("in-flight state is not there"),
         "{error}"
@@ -688,7 +688,7 @@ fn an_interrupted_command_is_left_to_the_next_process() {
 
     let host = host("memory:16M");
     let attachment = attach(&host, next);
-    LifecycleBackend::restore_inflight(&*attachment, &queues()).unwrap();
+    LifecycleBackend::restore_running(&*attachment, &queues()).unwrap();
     wait_for("it completes", || completion(&guest, 0, true).is_some());
     let ended = completion(&guest, 0, true).unwrap();
     assert_eq!((ended.cid(), ended.status()), (cid, Status::SUCCESS));

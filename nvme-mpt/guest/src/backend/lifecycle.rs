@@ -75,18 +75,19 @@ pub trait LifecycleBackend {
     /// [`BackendStateError::Mismatch`] and [`BackendStateError::Invalid`].
     fn check_state(&self, state: &BackendState) -> Result<(), BackendStateError>;
 
-    /// Recreates the queues of a state. The back end must have no queues, be paused, and have the guest's memory mapped.
+    /// Recreates the queues of a state in a paused back end. The back end must have no queues, and have the guest's memory
+    /// mapped.
     ///
     /// # Errors
     /// All of [`BackendStateError`]. After [`BackendStateError::Queue`], some queues exist until the next reset.
     fn restore(&self, state: &BackendState) -> Result<(), BackendStateError>;
 
-    /// Restores the queues of a back end whose process ended, from its in-flight tracking.
+    /// Recreates the queues of a running back end whose process ended, from its in-flight tracking.
     ///
     /// The guest's memory must be mapped, and no queues may exist. Commands that were in flight are executed again, or complete
     /// with Command Interrupted.
     ///
     /// # Errors
     /// All of [`BackendStateError`] except [`BackendStateError::Mismatch`]. No queues exist then.
-    fn restore_inflight(&self, kept: &PersistedQueues) -> Result<(), BackendStateError>;
+    fn restore_running(&self, queues: &PersistedQueues) -> Result<(), BackendStateError>;
 }

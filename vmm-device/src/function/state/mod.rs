@@ -244,7 +244,7 @@ impl NvmeFunction {
         };
         let facts = self.check(state)?;
         let moves = self.apply(state, facts);
-        if let Err(error) = self.backend.restore_inflight(queues) {
+        if let Err(error) = self.backend.restore_running(queues) {
             if is_exhaustion(&error) {
                 return Err(error.into());
             }

@@ -8,13 +8,14 @@
 //! | module | job |
 //! |---|---|
 //! | `channel` | messages and descriptors over a socket, limited in size and time |
-//! | `message` | requests and replies |
+//! | `call` | the list of the back end's calls as requests |
+//! | `message` | all other messages, and the parts of requests and replies |
 //! | `attach` | opening messages, with which a VMM requests a lease |
 //! | `remote_backend` | the VMM's side |
 //! | `server_link` | the VMM's connection, and the state to send to the next server |
 //! | `server_watch` | the VMM's thread that notices the end of a server and looks for the next one |
 //! | `remote_vector` | the VMM's side of an interrupt vector |
-//! | `session` | the server's side |
+//! | `session`, `request_handler` | the server's side |
 //! | `server_sockets` | sockets of the servers that share a state directory |
 //! | `socket` | the kernel's sockets, or simulated ones |
 //!
@@ -71,10 +72,12 @@
 #![forbid(unsafe_code)]
 
 mod attach;
+mod call;
 mod channel;
 mod message;
 mod remote_backend;
 mod remote_vector;
+mod request_handler;
 mod server_link;
 mod server_sockets;
 mod server_watch;
@@ -85,8 +88,9 @@ pub use attach::LeaseAttachError;
 pub use channel::{ChannelError, MESSAGE_MAX};
 pub use message::VERSION;
 pub use remote_backend::{RemoteBackend, attach_any_server, attach_stream, is_served};
+pub use request_handler::SessionError;
 pub use server_sockets::{socket_path, sockets_dir};
-pub use session::{LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource, SessionError};
+pub use session::{LeaseAdmission, LeaseEndCause, LeaseSession, LeaseSource};
 #[cfg(simulation)]
 pub use socket::simulated;
 pub use socket::{DESCRIPTORS_MAX, PeerIdentity};

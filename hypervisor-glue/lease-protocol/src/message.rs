@@ -1,19 +1,12 @@
-//! Messages of the protocol. The VMM sends requests, and the server answers each with one reply.
+//! Messages of the protocol that are no [calls](crate::call), and the parts of calls.
 
 use std::io;
-use std::time::Duration;
+use std::os::fd::OwnedFd;
 
-use nvme_guest::backend::CoalescingConfig;
 use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
-use nvme_guest::host::UnreportedChanges;
 use nvme_guest::interrupt::vector_count;
-use nvme_guest::rate_limit::RateLimits;
-use nvme_guest::{
-    BackendState, CqConfig, DirtyRange, DoorbellBuffer, Gpa, LeaseFacts, MemoryRegion,
-    PersistedQueues, SqConfig, serde_forms,
-};
+use nvme_guest::{DirtyRange, DmaError, Gpa, LeaseFacts, MemoryRegion, serde_forms};
 use nvme_mpt_memory::process_liveness;
-use nvme_spec::ids::QueueId;
 use nvme_spec::registers::Doorbell;
 use serde::{Deserialize, Serialize};
 
@@ -125,74 +118,6 @@ impl AttachedLease {
     }
 }
 
-/// Request to call one method of [`ControllerBackend`](nvme_guest::ControllerBackend). The reply is the method's result.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub(crate) enum BackendRequest {
-    Status,
-    Damage,
-    SmartHealth,
-    Changes,
-    ForgetChanges(UnreportedChanges),
-    Counters,
-    Commands,
-    Stats,
-    TakeEvents,
-    /// Descriptor: the file.
-    Map(MemoryRegionMessage),
-    Unmap {
-        gpa: Gpa,
-        len: u64,
-        time: Duration,
-    },
-    StartDirtyLog,
-    TakeDirtyPages,
-    StopDirtyLog,
-    CreateCq(CqConfig),
-    CreateSq {
-        config: SqConfig,
-        time: Duration,
-    },
-    DeleteSq {
-        qid: QueueId,
-        time: Duration,
-    },
-    DeleteCq {
-        qid: QueueId,
-        time: Duration,
-    },
-    SetCoalescing(CoalescingConfig),
-    SetRates(RateLimits),
-    IoDoorbells,
-    SetDoorbellBuffer {
-        buffer: DoorbellBuffer,
-        time: Duration,
-    },
-    BeginSilentDoorbells,
-    EndSilentDoorbells,
-    WatchAdminDoorbells,
-    BeginAnew,
-    Pause,
-    Resume,
-    Revoke,
-    ResetWithin(Duration),
-    FlushWithin(Duration),
-    Save,
-    Check(Box<BackendState>),
-    TakeUp(Box<PersistedQueues>),
-    Restore(Box<BackendState>),
-    /// Change of an [`InterruptVector`](nvme_guest::InterruptVector). Descriptor of [`VectorChange::Connect`]: the eventfd.
-    Vector {
-        number: u16,
-        change: VectorChange,
-    },
-    /// Like `Pause`, but with a timeout: if commands are still in flight after this time, the queues stay stopped. Servers
-    /// of early builds do not know this request.
-    PauseWithin(Duration),
-    /// Like `Map`, for a region that the previous server had mapped ([`RegionHistory::Kept`]).
-    MapKept(MemoryRegionMessage),
-}
-
 /// Region of the VM's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -204,18 +129,9 @@ pub(crate) struct MemoryRegionMessage {
     pub(crate) writable: bool,
 }
 
-/// History of a region of the function's memory: mapped in the previous server, or new.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RegionHistory {
-    /// The previous server had the region mapped, and the VMM has not unmapped it since.
-    Kept,
-    /// The previous server did not have this memory mapped at these addresses.
-    New,
-}
-
-impl BackendRequest {
-    /// Returns the request that maps a region. The caller must send the descriptor of the region's memory with the request.
-    pub(crate) fn map(region: &MemoryRegion, had: RegionHistory) -> Self {
+impl MemoryRegionMessage {
+    /// Creates the message of a region. The descriptor of the region's memory is sent with the message.
+    pub(crate) fn new(region: &MemoryRegion) -> Self {
         let MemoryRegion {
             gpa,
             len,
@@ -224,17 +140,33 @@ impl BackendRequest {
             readable,
             writable,
         } = *region;
-        let region = MemoryRegionMessage {
+        Self {
             gpa,
             len,
             offset,
             readable,
             writable,
-        };
-        match had {
-            RegionHistory::Kept => Self::MapKept(region),
-            RegionHistory::New => Self::Map(region),
         }
+    }
+
+    /// Creates the region from its message and its descriptor.
+    pub(crate) fn to_region(self, descriptor: Option<OwnedFd>) -> Result<MemoryRegion, DmaError> {
+        let Self {
+            gpa,
+            len,
+            offset,
+            readable,
+            writable,
+        } = self;
+        let fd = descriptor.ok_or(DmaError::InvalidRegion { gpa, len })?;
+        Ok(MemoryRegion {
+            gpa,
+            len,
+            fd,
+            offset,
+            readable,
+            writable,
+        })
     }
 }
 
@@ -253,7 +185,7 @@ pub(crate) enum VectorChange {
     Clear,
 }
 
-/// Reply to [`BackendRequest::IoDoorbells`]. Descriptors: the eventfds that wake the new pollers, in the order of
+/// Reply to [`BackendRequest::io_doorbells`](crate::call::BackendRequest::io_doorbells). Descriptors: the eventfds that wake the new pollers, in the order of
 /// [`Self::new_bells`]. If a reply has [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX) descriptors, it may lack doorbells, so the
 /// VMM sends the request again.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -266,7 +198,7 @@ pub(crate) struct IoDoorbellsReply {
     pub(crate) new_bells: Vec<u64>,
 }
 
-/// Reply to [`BackendRequest::TakeDirtyPages`]. The ranges may need several replies.
+/// Reply to [`BackendRequest::take_dirty_pages`](crate::call::BackendRequest::take_dirty_pages). The ranges may need several replies.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DirtyPages {
     pub(crate) ranges: Vec<DirtyRange>,

@@ -39,12 +39,10 @@ use crate::DESCRIPTORS_MAX;
 use crate::attach::{
     ANSWER_TIMEOUT, GrantedLease, LeaseAttachError, OPENING_TIMEOUT, ServerDiscovery, request_lease,
 };
-use crate::message::{
-    AttachedLease, BackendRequest, BackendResult, DirtyPages, IoDoorbellsReply, RegionHistory,
-    SmartHealthBytes,
-};
+use crate::call::{self, BackendCall};
+use crate::message::{AttachedLease, BackendResult, IoDoorbellsReply, SmartHealthBytes};
 use crate::remote_vector::RemoteVector;
-use crate::server_link::{DirtyLog, LinkState, ServerLink, ServerLost};
+use crate::server_link::{DirtyLog, LinkState, RegionHistory, ServerLink, ServerLost, map_call};
 use crate::server_sockets;
 use crate::server_watch::{AttachedServer, ServerWatch};
 use crate::socket::Stream;
@@ -251,18 +249,18 @@ impl RemoteBackend {
         &self.id
     }
 
-    fn call<T: DeserializeOwned>(&self, request: &BackendRequest) -> Result<T, ServerLost> {
-        self.link.call(request, None)
+    fn call<T: DeserializeOwned>(&self, call: BackendCall<T>) -> Result<T, ServerLost> {
+        self.link.call(call, None)
     }
 
     /// Sends a request whose reply cannot be an error. Does nothing if the server is lost.
-    fn call_ignoring_loss(&self, request: &BackendRequest) {
+    fn call_ignoring_loss(&self, call: BackendCall<()>) {
         // The link has already logged the loss.
-        let _ = self.call::<()>(request);
+        let _ = self.call(call);
     }
 
-    fn call_io<T: DeserializeOwned>(&self, request: &BackendRequest) -> io::Result<T> {
-        self.call_io_locked(&mut self.link.state(), request)
+    fn call_io<T: DeserializeOwned>(&self, call: BackendCall<BackendResult<T>>) -> io::Result<T> {
+        self.call_io_locked(&mut self.link.state(), call)
     }
 
     /// Sends a request like [`Self::call_io`], while the caller holds the lock. So the caller can record the answer before
@@ -270,9 +268,9 @@ impl RemoteBackend {
     fn call_io_locked<T: DeserializeOwned>(
         &self,
         state: &mut LinkState,
-        request: &BackendRequest,
+        call: BackendCall<BackendResult<T>>,
     ) -> io::Result<T> {
-        let outcome: BackendResult<T> = self.link.call_locked(state, request, None)?;
+        let outcome = self.link.call_locked(state, call, None)?;
         outcome.map_err(|failed| failed.0)
     }
 
@@ -281,12 +279,11 @@ impl RemoteBackend {
     fn change_queues(
         &self,
         qid: QueueId,
-        request: &BackendRequest,
+        call: BackendCall<Result<(), QueueError>>,
         note: impl FnOnce(&mut PersistedQueues),
     ) -> Result<(), QueueError> {
         let mut state = self.link.state();
-        let answer: Result<Result<(), QueueError>, ServerLost> =
-            self.link.call_locked(&mut state, request, None);
+        let answer = self.link.call_locked(&mut state, call, None);
         let result = answer.unwrap_or_else(|lost| {
             let source = lost.into();
             Err(QueueError::Host { qid, source })
@@ -301,8 +298,12 @@ impl RemoteBackend {
 
     /// Sends a request that stops the function's queues. If the server is lost, waits until the lost server has ended its
     /// work for the function.
-    fn call_quiesce(&self, request: &BackendRequest, time: Duration) -> Result<(), QueueError> {
-        match self.call(request) {
+    fn call_quiesce(
+        &self,
+        call: BackendCall<Result<(), QueueError>>,
+        time: Duration,
+    ) -> Result<(), QueueError> {
+        match self.call(call) {
             Ok(result) => result,
             Err(ServerLost) if self.link.wait_until_ended(time) => Ok(()),
             Err(ServerLost) => Err(QueueError::Timeout(QueueId::ADMIN)),
@@ -311,9 +312,9 @@ impl RemoteBackend {
 
     fn call_state<T: DeserializeOwned>(
         &self,
-        request: &BackendRequest,
+        call: BackendCall<Result<T, BackendStateError>>,
     ) -> Result<T, BackendStateError> {
-        self.call(request).unwrap_or_else(|lost: ServerLost| {
+        self.call(call).unwrap_or_else(|lost| {
             let source = lost.into();
             Err(BackendStateError::Unreachable { source })
         })
@@ -360,10 +361,8 @@ impl RemoteBackend {
         bells: &mut BTreeMap<u64, Arc<EventFd>>,
     ) -> Option<(IoDoorbells, usize)> {
         let mut state = self.link.state();
-        let answer =
-            self.link
-                .call_with_descriptors(&mut state, &BackendRequest::IoDoorbells, None);
-        let (doorbells, descriptors): (IoDoorbellsReply, _) = answer.ok()?;
+        let answer = (self.link).call_with_descriptors(&mut state, call::io_doorbells(), None);
+        let (doorbells, descriptors) = answer.ok()?;
         let IoDoorbellsReply {
             are_buffered,
             are_silent,
@@ -437,10 +436,8 @@ impl RemoteBackend {
         had: RegionHistory,
     ) -> Result<(), DmaError> {
         let mut state = self.link.state();
-        let request = BackendRequest::map(&memory, had);
-        let answer: Result<Result<(), DmaError>, ServerLost> =
-            self.link
-                .call_locked(&mut state, &request, Some(&memory.fd));
+        let call = map_call(&memory, had);
+        let answer = (self.link).call_locked(&mut state, call, Some(&memory.fd));
         let there = match answer {
             Ok(result) => result.map(|()| true)?,
             Err(ServerLost) if state.should_reconnect() => false,
@@ -459,10 +456,8 @@ impl RemoteBackend {
         }
         mapped.inspect_err(|_| {
             if there {
-                let time = DRAIN_DEADLINE;
-                let request = BackendRequest::Unmap { gpa, len, time };
-                let _: Result<Result<u64, DmaError>, ServerLost> =
-                    self.link.call_locked(&mut state, &request, None);
+                let unmap = call::unmap_within(gpa, len, DRAIN_DEADLINE);
+                let _ = self.link.call_locked(&mut state, unmap, None);
             }
         })
     }
@@ -490,11 +485,7 @@ impl ControllerBackend for RemoteBackend {
         let _ = self.link.events.read();
         // Older events first: the next server's events are read after the loss of the previous one.
         let mut events = self.link.state().take_local_events();
-        events.extend(
-            self.call::<Vec<IoQueueEvent>>(&BackendRequest::TakeEvents)
-                .into_iter()
-                .flatten(),
-        );
+        events.extend(self.call(call::take_events()).into_iter().flatten());
         events.extend(self.link.state().take_local_events());
         if events.contains(&IoQueueEvent::HostSide(BackendEvent::BackWithQueues)) {
             self.refresh_doorbells();
@@ -503,17 +494,14 @@ impl ControllerBackend for RemoteBackend {
     }
 
     fn reset_connection(&self) {
-        self.call_ignoring_loss(&BackendRequest::BeginAnew);
+        self.call_ignoring_loss(call::reset_connection());
     }
 }
 
 impl LeaseBackend for RemoteBackend {
     fn status(&self) -> LeaseStatus {
         let mut state = self.link.state();
-        let answer: Result<LeaseStatus, ServerLost> =
-            self.link
-                .call_locked(&mut state, &BackendRequest::Status, None);
-        match answer {
+        match self.link.call_locked(&mut state, call::status(), None) {
             Ok(status) => {
                 if status.is_backed {
                     state.blocks = status.blocks;
@@ -533,30 +521,28 @@ impl LeaseBackend for RemoteBackend {
     }
 
     fn check_damage(&self) -> LeaseDamage {
-        self.call(&BackendRequest::Damage).unwrap_or_default()
+        self.call(call::check_damage()).unwrap_or_default()
     }
 
     fn smart_health(&self) -> io::Result<Option<SmartHealth>> {
-        let page: Option<SmartHealthBytes> = self.call_io(&BackendRequest::SmartHealth)?;
+        let page = self.call_io(call::smart_health())?;
         Ok(page.and_then(|SmartHealthBytes(bytes)| SmartHealth::read_from_bytes(&bytes).ok()))
     }
 
     fn changes(&self) -> Option<UnreportedChanges> {
         let own = self.facts.namespace.command_sets.native();
         own.change_list.as_ref()?;
-        self.call(&BackendRequest::Changes).ok()?
+        self.call(call::changes()).ok()?
     }
 
     fn remove_changes(&self, told: &UnreportedChanges) {
-        self.call_ignoring_loss(&BackendRequest::ForgetChanges(told.clone()));
+        self.call_ignoring_loss(call::remove_changes(told.clone()));
     }
 
     fn counters(&self) -> LeaseCounters {
         let mut counted = lock(&self.counters);
         let mut state = self.link.state();
-        let answer = self
-            .link
-            .call_locked(&mut state, &BackendRequest::Counters, None);
+        let answer = (self.link).call_locked(&mut state, call::counters(), None);
         if let Ok(counters) = answer {
             counted.update(state.successors, counters);
         }
@@ -564,29 +550,28 @@ impl LeaseBackend for RemoteBackend {
     }
 
     fn completed_commands(&self) -> u64 {
-        self.call(&BackendRequest::Commands).unwrap_or_default()
+        self.call(call::completed_commands()).unwrap_or_default()
     }
 
     fn stats(&self) -> BackendStats {
         let namespace = &self.facts.namespace;
-        self.call(&BackendRequest::Stats)
-            .unwrap_or_else(|_| BackendStats {
-                id: self.id.clone(),
-                model: namespace.model.clone(),
-                serial: namespace.serial.clone(),
-                capacity_bytes: namespace.blocks << namespace.lba_shift,
-                doorbells: self.facts.doorbells.to_string(),
-                queue_pairs: None,
-                memory: MemoryStats::default(),
-                queues: Vec::new(),
-                latency: Vec::new(),
-                errors: Vec::new(),
-                processor_seconds: 0.0,
-            })
+        self.call(call::stats()).unwrap_or_else(|_| BackendStats {
+            id: self.id.clone(),
+            model: namespace.model.clone(),
+            serial: namespace.serial.clone(),
+            capacity_bytes: namespace.blocks << namespace.lba_shift,
+            doorbells: self.facts.doorbells.to_string(),
+            queue_pairs: None,
+            memory: MemoryStats::default(),
+            queues: Vec::new(),
+            latency: Vec::new(),
+            errors: Vec::new(),
+            processor_seconds: 0.0,
+        })
     }
 
     fn flush_within(&self, time: Duration) -> io::Result<()> {
-        self.call_io(&BackendRequest::FlushWithin(time))
+        self.call_io(call::flush_within(time))
     }
 }
 
@@ -633,10 +618,8 @@ impl MemoryBackend for RemoteBackend {
         let mut waited = false;
         loop {
             let mut state = self.link.state();
-            let request = BackendRequest::Unmap { gpa, len, time };
-            let answer: Result<Result<u64, DmaError>, ServerLost> =
-                self.link.call_locked(&mut state, &request, None);
-            match answer {
+            let unmap = call::unmap_within(gpa, len, time);
+            match self.link.call_locked(&mut state, unmap, None) {
                 Ok(Ok(_)) => {}
                 // The server has unmapped the region for new commands. Only commands in flight still use its memory.
                 Ok(Err(busy @ DmaError::Busy { .. })) => {
@@ -665,9 +648,7 @@ impl MemoryBackend for RemoteBackend {
     fn start_dirty_log(&self) -> Result<(), DmaError> {
         // A server that reconnects later gets the request from the recorded settings.
         let mut state = self.link.state();
-        let answer: Result<Result<(), DmaError>, ServerLost> =
-            self.link
-                .call_locked(&mut state, &BackendRequest::StartDirtyLog, None);
+        let answer = (self.link).call_locked(&mut state, call::start_dirty_log(), None);
         let log = match answer {
             Ok(result) => result.map(|()| DirtyLog::Complete)?,
             // A server that is ending may still write to the function's memory.
@@ -682,9 +663,7 @@ impl MemoryBackend for RemoteBackend {
     fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DmaError> {
         let mut ranges = self.window.take_dirty_pages()?;
         loop {
-            let answer: Result<Result<DirtyPages, DmaError>, ServerLost> =
-                self.call(&BackendRequest::TakeDirtyPages);
-            let pages = match answer {
+            let pages = match self.call(call::take_dirty_pages()) {
                 Ok(result) => result?,
                 // The lost server's dirty pages are lost with it.
                 Err(ServerLost) if self.link.state().should_reconnect() => {
@@ -707,41 +686,41 @@ impl MemoryBackend for RemoteBackend {
     fn stop_dirty_log(&self) {
         // Set first, so that a server that connects now is not asked for a dirty log.
         self.link.state().settings.dirty_log = None;
-        self.call_ignoring_loss(&BackendRequest::StopDirtyLog);
+        self.call_ignoring_loss(call::stop_dirty_log());
         self.window.stop_dirty_log();
     }
 }
 
 impl QueueBackend for RemoteBackend {
     fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
-        self.change_queues(config.qid, &BackendRequest::CreateCq(config), |queues| {
+        self.change_queues(config.qid, call::create_cq(config), |queues| {
             queues.cqs.push(config);
         })
     }
 
     fn create_sq_within(&self, config: SqConfig, time: Duration) -> Result<(), QueueError> {
-        let request = BackendRequest::CreateSq { config, time };
-        self.change_queues(config.qid, &request, |queues| queues.sqs.push(config))
+        let call = call::create_sq_within(config, time);
+        self.change_queues(config.qid, call, |queues| queues.sqs.push(config))
     }
 
     fn delete_sq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError> {
-        let request = BackendRequest::DeleteSq { qid, time };
-        self.change_queues(qid, &request, |queues| queues.delete_sq(qid))
+        let call = call::delete_sq_within(qid, time);
+        self.change_queues(qid, call, |queues| queues.delete_sq(qid))
     }
 
     fn delete_cq_within(&self, qid: QueueId, time: Duration) -> Result<(), QueueError> {
-        let request = BackendRequest::DeleteCq { qid, time };
-        self.change_queues(qid, &request, |queues| queues.delete_cq(qid))
+        let call = call::delete_cq_within(qid, time);
+        self.change_queues(qid, call, |queues| queues.delete_cq(qid))
     }
 
     fn set_coalescing(&self, coalescing: CoalescingConfig) {
         self.link.state().settings.coalescing = Some(coalescing);
-        self.call_ignoring_loss(&BackendRequest::SetCoalescing(coalescing));
+        self.call_ignoring_loss(call::set_coalescing(coalescing));
     }
 
     fn set_rate_limits(&self, rates: RateLimits) {
         self.link.state().settings.rates = Some(rates);
-        self.call_ignoring_loss(&BackendRequest::SetRates(rates));
+        self.call_ignoring_loss(call::set_rate_limits(rates));
     }
 
     fn ring(&self, doorbell: Doorbell, value: u32) -> bool {
@@ -775,15 +754,15 @@ impl QueueBackend for RemoteBackend {
         buffer: DoorbellBuffer,
         time: Duration,
     ) -> Result<(), QueueError> {
-        let request = BackendRequest::SetDoorbellBuffer { buffer, time };
-        self.change_queues(QueueId::ADMIN, &request, |queues| {
+        let call = call::set_doorbell_buffer_within(buffer, time);
+        self.change_queues(QueueId::ADMIN, call, |queues| {
             queues.doorbell_buffer = Some(buffer);
         })
     }
 
     fn begin_untrapped_doorbells(&self) -> io::Result<()> {
         let mut state = self.link.state();
-        let began = self.call_io_locked(&mut state, &BackendRequest::BeginSilentDoorbells);
+        let began = self.call_io_locked(&mut state, call::begin_untrapped_doorbells());
         // If the server was lost, the next server gets the request. If the server refused, doorbells stay trapped.
         state.settings.untrapped = began.is_ok() || state.is_disconnected();
         match state.settings.untrapped {
@@ -794,12 +773,12 @@ impl QueueBackend for RemoteBackend {
 
     fn end_untrapped_doorbells(&self) {
         self.link.state().settings.untrapped = false;
-        self.call_ignoring_loss(&BackendRequest::EndSilentDoorbells);
+        self.call_ignoring_loss(call::end_untrapped_doorbells());
     }
 
     fn watch_admin_doorbells(&self) -> io::Result<()> {
         let mut state = self.link.state();
-        let watched = self.call_io_locked(&mut state, &BackendRequest::WatchAdminDoorbells);
+        let watched = self.call_io_locked(&mut state, call::watch_admin_doorbells());
         // If the server was lost, the next server gets the request. If the server refused, no doorbell is watched.
         state.settings.watches_admin = watched.is_ok() || state.is_disconnected();
         watched
@@ -810,13 +789,13 @@ impl LifecycleBackend for RemoteBackend {
     fn pause_within(&self, time: Duration) -> Result<(), QueueError> {
         // Set first, so that a server that reconnects now restores the queues paused.
         self.link.state().settings.paused = true;
-        self.call_quiesce(&BackendRequest::PauseWithin(time), time)
+        self.call_quiesce(call::pause_within(time), time)
     }
 
     fn pause(&self) -> Result<(), QueueError> {
         self.link.state().settings.paused = true;
         // If the pause fails, the server resumes all queues.
-        let result = self.call_quiesce(&BackendRequest::Pause, DRAIN_DEADLINE);
+        let result = self.call_quiesce(call::pause(), DRAIN_DEADLINE);
         if result.is_err() {
             self.link.state().settings.paused = false;
         }
@@ -825,14 +804,14 @@ impl LifecycleBackend for RemoteBackend {
 
     fn resume(&self) {
         self.link.state().settings.paused = false;
-        self.call_ignoring_loss(&BackendRequest::Resume);
+        self.call_ignoring_loss(call::resume());
         self.refresh_doorbells();
     }
 
     fn revoke(&self) -> Result<(), QueueError> {
         // Set first, so that a server that reconnects now revokes the queues as well.
         self.link.state().settings.queues.revoked = true;
-        self.call_quiesce(&BackendRequest::Revoke, DRAIN_DEADLINE)
+        self.call_quiesce(call::revoke(), DRAIN_DEADLINE)
     }
 
     fn reset_within(&self, time: Duration) -> Result<(), QueueError> {
@@ -842,7 +821,7 @@ impl LifecycleBackend for RemoteBackend {
             state.settings.watches_admin = false;
             state.settings.queues = PersistedQueues::default();
         }
-        let result = self.call_quiesce(&BackendRequest::ResetWithin(time), time);
+        let result = self.call_quiesce(call::reset_within(time), time);
         self.refresh_doorbells();
         if self.has_ended() {
             // Without a server, the doorbells must be cleared here.
@@ -853,18 +832,17 @@ impl LifecycleBackend for RemoteBackend {
     }
 
     fn save(&self) -> Result<BackendState, BackendStateError> {
-        self.call_state(&BackendRequest::Save)
+        self.call_state(call::save())
     }
 
     fn check_state(&self, state: &BackendState) -> Result<(), BackendStateError> {
-        self.call_state(&BackendRequest::Check(Box::new(state.clone())))
+        self.call_state(call::check_state(Box::new(state.clone())))
     }
 
     fn restore(&self, state: &BackendState) -> Result<(), BackendStateError> {
         let mut link = self.link.state();
-        let request = BackendRequest::Restore(Box::new(state.clone()));
-        let answer: Result<Result<(), BackendStateError>, ServerLost> =
-            self.link.call_locked(&mut link, &request, None);
+        let call = call::restore(Box::new(state.clone()));
+        let answer = self.link.call_locked(&mut link, call, None);
         let result = answer.unwrap_or_else(|lost| {
             let source = lost.into();
             Err(BackendStateError::Unreachable { source })
@@ -877,8 +855,8 @@ impl LifecycleBackend for RemoteBackend {
         result
     }
 
-    fn restore_running(&self, kept: &PersistedQueues) -> Result<(), BackendStateError> {
-        self.call_state(&BackendRequest::TakeUp(Box::new(kept.clone())))
+    fn restore_running(&self, queues: &PersistedQueues) -> Result<(), BackendStateError> {
+        self.call_state(call::restore_running(queues.clone()))
     }
 }
 
@@ -900,6 +878,7 @@ mod tests {
     use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
     use super::*;
+    use crate::call::BackendRequest;
     use crate::channel::{ChannelError, LeaseChannel};
     use crate::message::{AttachReply, AttachRequest, LeaseEndNotice, RemoteIoError, SIGNS};
 
@@ -1039,7 +1018,7 @@ mod tests {
         for ended in [
             host.reset_within(SHORT_TIMEOUT),
             host.pause_within(SHORT_TIMEOUT),
-            host.call_quiesce(&BackendRequest::Revoke, SHORT_TIMEOUT),
+            host.call_quiesce(call::revoke(), SHORT_TIMEOUT),
         ] {
             assert!(matches!(ended, Err(QueueError::Timeout(_))), "{ended:?}");
         }
@@ -1092,7 +1071,7 @@ mod tests {
             // The server has commands in flight when it is killed.
             let channel = give(&second);
             let taken: (BackendRequest, _) = channel.receive_request(None).unwrap();
-            assert!(matches!(taken.0, BackendRequest::TakeUp(_)));
+            assert!(matches!(taken.0, BackendRequest::restore_running { .. }));
             drop((channel, listener));
             tell.send(()).unwrap();
         };
@@ -1166,7 +1145,10 @@ mod tests {
             drop(first);
             let next = grant_lease(&listener);
             let mut requests: Vec<BackendRequest> = Vec::new();
-            while !matches!(requests.last(), Some(BackendRequest::TakeUp(_))) {
+            while !matches!(
+                requests.last(),
+                Some(BackendRequest::restore_running { .. })
+            ) {
                 let (request, _) = next.receive_request(None).unwrap();
                 let done: BackendResult<()> = Ok(());
                 next.send(&done, &[]).unwrap();
@@ -1224,10 +1206,10 @@ mod tests {
                     let (request, _) = next.receive_request(None).unwrap();
                     next.send(&done, &[]).unwrap();
                     match request {
-                        BackendRequest::Map(region) => {
+                        BackendRequest::map { region } => {
                             mapped.push((region.gpa, RegionHistory::New))
                         }
-                        BackendRequest::MapKept(region) => {
+                        BackendRequest::map_claimed { region } => {
                             mapped.push((region.gpa, RegionHistory::Kept))
                         }
                         _ => break,
@@ -1268,11 +1250,17 @@ mod tests {
     fn requests_refused_by_the_old_server_are_not_repeated() {
         let (watched, told) = requests_to_next_server(true, |host| host.watch_admin_doorbells());
         assert_eq!(watched.unwrap_err().raw_os_error(), Some(NO_DESCRIPTORS));
-        assert!(matches!(told[..], [BackendRequest::TakeUp(_)]), "{told:?}");
+        assert!(
+            matches!(told[..], [BackendRequest::restore_running { .. }]),
+            "{told:?}"
+        );
 
         let (began, told) = requests_to_next_server(true, |host| host.begin_untrapped_doorbells());
         assert_eq!(began.unwrap_err().raw_os_error(), Some(NO_DESCRIPTORS));
-        assert!(matches!(told[..], [BackendRequest::TakeUp(_)]), "{told:?}");
+        assert!(
+            matches!(told[..], [BackendRequest::restore_running { .. }]),
+            "{told:?}"
+        );
     }
 
     #[test]
@@ -1283,8 +1271,8 @@ mod tests {
             matches!(
                 told[..],
                 [
-                    BackendRequest::WatchAdminDoorbells,
-                    BackendRequest::TakeUp(_)
+                    BackendRequest::watch_admin_doorbells {},
+                    BackendRequest::restore_running { .. }
                 ]
             ),
             "{told:?}"
@@ -1296,8 +1284,8 @@ mod tests {
             matches!(
                 told[..],
                 [
-                    BackendRequest::BeginSilentDoorbells,
-                    BackendRequest::TakeUp(_)
+                    BackendRequest::begin_untrapped_doorbells {},
+                    BackendRequest::restore_running { .. }
                 ]
             ),
             "{told:?}"

@@ -7,7 +7,8 @@ use nvme_guest::interrupt::VectorLink;
 use nvme_mpt_memory::eventfd;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::message::{BackendRequest, VectorChange};
+use crate::call;
+use crate::message::VectorChange;
 use crate::server_link::{ServerLink, VectorConnection};
 
 /// Interrupt vector whose changes are forwarded to the server.
@@ -30,13 +31,11 @@ impl RemoteVector {
         note: impl FnOnce(&mut VectorConnection),
     ) -> bool {
         let number = self.number;
-        let request = BackendRequest::Vector { number, change };
+        let call = call::change_vector(number, change);
         let mut state = self.link.state();
         // The request fails if there is no server, which then delivers no interrupts. The link has already logged the loss of
         // the server.
-        let answer = self
-            .link
-            .call_locked(&mut state, &request, eventfd.as_ref());
+        let answer = self.link.call_locked(&mut state, call, eventfd.as_ref());
         if let Some(wire) = state.settings.vectors.get_mut(usize::from(number)) {
             note(wire);
             if matches!(change, VectorChange::Connect | VectorChange::Disconnect) {

@@ -11,7 +11,8 @@ use std::time::Duration;
 use nvme_guest::backend::{CoalescingConfig, GUEST_NSID};
 use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::{
-    BackendEvent, DriveEvent, Gpa, IoQueueEvent, MemoryRegion, PersistedQueues, QueueFailure,
+    BackendEvent, DmaError, DriveEvent, Gpa, IoQueueEvent, MemoryRegion, PersistedQueues,
+    QueueFailure,
 };
 use nvme_mpt_memory::eventfd;
 use nvme_mpt_memory::sync::{Condvar, Mutex, MutexGuard};
@@ -19,8 +20,9 @@ use nvme_spec::ids::QueueId;
 use serde::de::DeserializeOwned;
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::call::{self, BackendCall};
 use crate::channel::{ChannelError, LeaseChannel};
-use crate::message::{BackendRequest, RegionHistory};
+use crate::message::MemoryRegionMessage;
 
 /// Error: the server was lost, and no other server has connected yet.
 #[derive(Debug)]
@@ -50,6 +52,27 @@ enum ServerConnectionState {
     Disconnected,
     /// All work of the server for the function has ended.
     Ended,
+}
+
+/// History of a region of the function's memory: mapped in the previous server, or new.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RegionHistory {
+    /// The previous server had the region mapped, and the VMM has not unmapped it since.
+    Kept,
+    /// The previous server did not have this memory mapped at these addresses.
+    New,
+}
+
+/// Returns the call that maps a region. The descriptor of the region's memory is sent with the call.
+pub(crate) fn map_call(
+    region: &MemoryRegion,
+    had: RegionHistory,
+) -> BackendCall<Result<(), DmaError>> {
+    let region = MemoryRegionMessage::new(region);
+    match had {
+        RegionHistory::Kept => call::map_claimed(region),
+        RegionHistory::New => call::map(region),
+    }
 }
 
 /// State of the log of dirty pages, across all servers of the function.
@@ -233,33 +256,33 @@ impl ServerLink {
     /// Sends a request, with a descriptor if it needs one, and returns the answer.
     pub(crate) fn call<T: DeserializeOwned>(
         &self,
-        request: &BackendRequest,
+        call: BackendCall<T>,
         descriptor: Option<&OwnedFd>,
     ) -> Result<T, ServerLost> {
-        self.call_locked(&mut self.state(), request, descriptor)
+        self.call_locked(&mut self.state(), call, descriptor)
     }
 
     /// Sends a request like [`Self::call`], while the caller holds the lock.
     pub(crate) fn call_locked<T: DeserializeOwned>(
         &self,
         state: &mut LinkState,
-        request: &BackendRequest,
+        call: BackendCall<T>,
         descriptor: Option<&OwnedFd>,
     ) -> Result<T, ServerLost> {
-        Ok(self.call_with_descriptors(state, request, descriptor)?.0)
+        Ok(self.call_with_descriptors(state, call, descriptor)?.0)
     }
 
     pub(crate) fn call_with_descriptors<T: DeserializeOwned>(
         &self,
         state: &mut LinkState,
-        request: &BackendRequest,
+        call: BackendCall<T>,
         descriptor: Option<&OwnedFd>,
     ) -> Result<(T, Vec<OwnedFd>), ServerLost> {
         let ServerConnectionState::Open(channel) = &state.connection else {
             return Err(ServerLost);
         };
         let descriptor = descriptor.map(AsFd::as_fd);
-        if let Err(error) = channel.send(request, descriptor.as_slice()) {
+        if let Err(error) = channel.send(&call.request, descriptor.as_slice()) {
             return Err(match error {
                 ChannelError::Closed => {
                     self.record_loss(state, &error, ServerConnectionState::Ending)

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use nvme_guest::{
     BackendEvent, BackendStateError, DmaError, DoorbellPage, GuestMemory, PersistedQueues,
-    QueueError,
 };
 use nvme_mpt_memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use nvme_mpt_memory::{clock, describe_error, eventfd};
@@ -17,9 +16,12 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 use crate::attach::{GrantedLease, LeaseAttachError, OPENING_TIMEOUT, ServerDiscovery};
+use crate::call::{self, BackendCall};
 use crate::channel::{ChannelError, LeaseChannel};
-use crate::message::{AttachedLease, BackendRequest, BackendResult, RegionHistory, VectorChange};
-use crate::server_link::{BackendSettings, LinkState, ServerLink, SuccessorServer};
+use crate::message::{AttachedLease, VectorChange};
+use crate::server_link::{
+    BackendSettings, LinkState, RegionHistory, ServerLink, SuccessorServer, map_call,
+};
 use crate::server_sockets;
 use crate::socket::{ServerExitSigns, Stream, wait_for_end};
 
@@ -279,9 +281,8 @@ impl ServerWatch {
         let (had, new): (Vec<_>, Vec<_>) = regions
             .partition(|region| state.settings.region_history(region) == RegionHistory::Kept);
         for region in had.into_iter().chain(new) {
-            let request = BackendRequest::map(&region, state.settings.region_history(&region));
-            let mapped: Result<(), DmaError> = call(channel, &request, Some(&region.fd))?;
-            mapped?;
+            let map = map_call(&region, state.settings.region_history(&region));
+            send_call(channel, map, Some(&region.fd))??;
         }
         let BackendSettings {
             vectors,
@@ -296,37 +297,36 @@ impl ServerWatch {
         } = &state.settings;
         for (number, wire) in (0..).zip(vectors) {
             if wire.masked {
-                let change = VectorChange::Mask;
-                let _: bool = call(channel, &BackendRequest::Vector { number, change }, None)?;
+                send_call(
+                    channel,
+                    call::change_vector(number, VectorChange::Mask),
+                    None,
+                )?;
             }
             if let Some(eventfd) = &wire.eventfd {
-                let change = VectorChange::Connect;
-                let request = BackendRequest::Vector { number, change };
-                let _: bool = call(channel, &request, Some(eventfd))?;
+                let connect = call::change_vector(number, VectorChange::Connect);
+                send_call(channel, connect, Some(eventfd))?;
             }
         }
         if let Some(rates) = rates {
-            let () = call(channel, &BackendRequest::SetRates(*rates), None)?;
+            send_call(channel, call::set_rate_limits(*rates), None)?;
         }
         if let Some(coalescing) = coalescing {
-            let () = call(channel, &BackendRequest::SetCoalescing(*coalescing), None)?;
+            send_call(channel, call::set_coalescing(*coalescing), None)?;
         }
-        for (wanted, request) in [
-            (*silent, BackendRequest::BeginSilentDoorbells),
-            (*watched, BackendRequest::WatchAdminDoorbells),
+        for (wanted, call) in [
+            (*silent, call::begin_untrapped_doorbells()),
+            (*watched, call::watch_admin_doorbells()),
         ] {
             if wanted {
-                let outcome: BackendResult<()> = call(channel, &request, None)?;
-                outcome.map_err(|failed| failed.0)?;
+                send_call(channel, call, None)?.map_err(|failed| failed.0)?;
             }
         }
         if *paused {
-            let result: Result<(), QueueError> = call(channel, &BackendRequest::Pause, None)?;
-            result.map_err(io::Error::other)?;
+            send_call(channel, call::pause(), None)?.map_err(io::Error::other)?;
         }
         if dirty_log.is_some() {
-            let result: Result<(), DmaError> = call(channel, &BackendRequest::StartDirtyLog, None)?;
-            result?;
+            send_call(channel, call::start_dirty_log(), None)??;
         }
         restore_queues(channel, queues)
     }
@@ -338,9 +338,8 @@ fn restore_queues(
     channel: &LeaseChannel,
     queues: &PersistedQueues,
 ) -> Result<BackendEvent, ReattachError> {
-    let request = BackendRequest::TakeUp(Box::new(queues.clone()));
-    let taken: Result<(), BackendStateError> = call(channel, &request, None)?;
-    Ok(match taken {
+    let restored = send_call(channel, call::restore_running(queues.clone()), None)?;
+    Ok(match restored {
         Ok(()) => BackendEvent::BackWithQueues,
         // A later attempt may succeed, for example once memory is mapped again or the server has enough resources.
         Err(error @ BackendStateError::Queue { .. }) => return Err(error.into()),
@@ -354,13 +353,13 @@ fn restore_queues(
     })
 }
 
-fn call<T: DeserializeOwned>(
+fn send_call<T: DeserializeOwned>(
     channel: &LeaseChannel,
-    request: &BackendRequest,
+    call: BackendCall<T>,
     descriptor: Option<&OwnedFd>,
 ) -> Result<T, ChannelError> {
     let descriptor = descriptor.map(AsFd::as_fd);
-    channel.send(request, descriptor.as_slice())?;
+    channel.send(&call.request, descriptor.as_slice())?;
     Ok(channel.receive_answer()?.0)
 }
 

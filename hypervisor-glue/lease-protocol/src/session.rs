@@ -1,54 +1,33 @@
 //! The server's side of one connection, from the VMM's first message until the end of the lease.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use nvme_guest::backend::{CommandDrainMode, DoorbellWaker, EventfdDoorbellWaker};
-use nvme_guest::interrupt::ClientSignals;
+use nvme_guest::backend::CommandDrainMode;
 use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::threads::run_alongside;
-use nvme_guest::{
-    ControllerBackend, DirtyRange, DmaError, EventReader, MemoryRegion, PersistedBackendParts,
-    SharedBackendParts,
-};
+use nvme_guest::{ControllerBackend, EventReader, PersistedBackendParts, SharedBackendParts};
 use nvme_mpt_memory::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use nvme_mpt_memory::eventfd;
 use nvme_mpt_memory::process_liveness::ProcessLiveness;
 use nvme_mpt_memory::sync::mpsc::{self, RecvTimeoutError};
 use nvme_mpt_memory::userfaultfd::MemoryHolder;
-use serde::Serialize;
-use thiserror::Error;
-use zerocopy::IntoBytes;
 
+use crate::call::BackendRequest;
 use crate::channel::{ChannelError, LeaseChannel};
 use crate::message::{
-    ATTACH_DESCRIPTORS, AttachReply, AttachRequest, AttachedLease, BackendRequest, DirtyPages,
-    IoDoorbellsReply, LeaseEndNotice, MemoryRegionMessage, RANGES_MAX, RemoteIoError,
-    SmartHealthBytes, VERSION, VectorChange,
+    ATTACH_DESCRIPTORS, AttachReply, AttachRequest, AttachedLease, LeaseEndNotice, VERSION,
 };
-use crate::socket::{self, DESCRIPTORS_MAX, PeerIdentity, Stream};
+use crate::request_handler::{BackendRequestHandler, SessionError};
+use crate::socket::{self, PeerIdentity, Stream};
 
 /// Timeout for a VMM's first message.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Interval of `Waiting` messages while a lease is created.
 const WAITING_INTERVAL: Duration = Duration::from_secs(1);
-
-/// Error of a session.
-#[derive(Debug, Error)]
-pub enum SessionError {
-    /// The VMM violated the protocol, or the connection failed.
-    #[error("A VMM's connection ended")]
-    Channel(#[from] ChannelError),
-    /// The lease has no shared in-flight tracking file, which a function in a VMM's process needs.
-    #[error("A lease has no in-flight tracking, which a function in a VMM needs")]
-    NoInflightFile,
-    /// The kernel's error.
-    #[error("Cannot set up the connection of a VMM")]
-    Io(#[from] std::io::Error),
-}
 
 /// Answer to a VMM that requests a lease.
 #[derive(Debug)]
@@ -276,29 +255,21 @@ impl LeaseSession {
             true => EventReader::Trusted,
             false => EventReader::Untrusted,
         };
-        let signals = ClientSignals::new(&host.stats().id, reader);
         let events = eventfd::share(&events)?;
         let mut parts = vec![doorbells.fd(), live.fd(), events.as_fd()];
         // Must precede the first queue, so that the signs cover all its commands.
         parts.extend(ProcessLiveness::open()?.fds());
         self.channel.send(&attached, &parts)?;
-        let mut served = BackendRequestHandler {
-            channel: &self.channel,
-            leases,
-            backend: host,
-            shared: host.shared_parts(),
-            wakers: Vec::new(),
-            wakers_created: 0,
-            dirty: Vec::new(),
-            signals,
-        };
+        let set_rates = |rates| leases.set_rates(host, rates);
+        let mut server = BackendRequestHandler::new(&self.channel, &**host, &set_rates, reader);
         loop {
-            let (request, descriptors) = self.channel.receive_request(None)?;
-            if let BackendRequest::FlushWithin(_) = &request {
+            let (request, descriptors): (BackendRequest, _) = self.channel.receive_request(None)?;
+            if let BackendRequest::flush_within { .. } = &request {
                 // The VMM gets the flush's result, so these commands need no other flush at the end of the lease.
                 *flushed = host.completed_commands();
             }
-            served.handle_request(request, descriptors)?;
+            server.take_descriptor(descriptors, request.descriptor_count())?;
+            request.answer(&mut server)?;
         }
     }
 }
@@ -353,251 +324,4 @@ fn persisted_parts(
         inflight: live,
         events,
     }))
-}
-
-fn check_descriptor_count(descriptors: &[OwnedFd], said: usize) -> Result<(), ChannelError> {
-    match descriptors.len() {
-        came if came == said => Ok(()),
-        came => Err(ChannelError::Descriptors { came, said }),
-    }
-}
-
-/// Limits a timeout that the VMM requested to the server's maximum.
-fn bound_timeout(time: Duration) -> Duration {
-    time.min(DRAIN_DEADLINE)
-}
-
-/// Creates a memory region from its message and its descriptor.
-fn memory_region(
-    region: MemoryRegionMessage,
-    descriptor: Option<OwnedFd>,
-) -> Result<MemoryRegion, DmaError> {
-    let MemoryRegionMessage {
-        gpa,
-        len,
-        offset,
-        readable,
-        writable,
-    } = region;
-    let fd = descriptor.ok_or(DmaError::InvalidRegion { gpa, len })?;
-    Ok(MemoryRegion {
-        gpa,
-        len,
-        fd,
-        offset,
-        readable,
-        writable,
-    })
-}
-
-/// Lease of a connected VMM, with wakers and dirty pages that the VMM has not fetched yet.
-struct BackendRequestHandler<'a> {
-    channel: &'a LeaseChannel,
-    leases: &'a dyn LeaseSource,
-    backend: &'a Arc<dyn ControllerBackend>,
-    shared: SharedBackendParts,
-    /// Eventfds that wake pollers and that the VMM has, by number.
-    wakers: Vec<(u64, EventfdDoorbellWaker)>,
-    wakers_created: u64,
-    /// Dirty pages that were taken from the log, but not sent to the VMM yet.
-    dirty: Vec<DirtyRange>,
-    /// Sends interrupts to the VMM's eventfds.
-    signals: Arc<ClientSignals>,
-}
-
-impl BackendRequestHandler<'_> {
-    fn reply(&self, reply: &impl Serialize) -> Result<(), ChannelError> {
-        self.channel.send(reply, &[])
-    }
-
-    fn handle_request(
-        &mut self,
-        request: BackendRequest,
-        mut descriptors: Vec<OwnedFd>,
-    ) -> Result<(), SessionError> {
-        let host = self.backend;
-        let needed = match &request {
-            BackendRequest::Map(_) | BackendRequest::MapKept(_) => 1,
-            BackendRequest::Vector { change, .. } if *change == VectorChange::Connect => 1,
-            _ => 0,
-        };
-        check_descriptor_count(&descriptors, needed)?;
-        let descriptor = descriptors.pop();
-        match request {
-            BackendRequest::Status => self.reply(&host.status()),
-            BackendRequest::Damage => self.reply(&host.check_damage()),
-            BackendRequest::SmartHealth => {
-                let page = host.smart_health();
-                let page =
-                    page.map(|page| page.map(|page| SmartHealthBytes(page.as_bytes().to_vec())));
-                self.reply(&page.map_err(RemoteIoError))
-            }
-            BackendRequest::Changes => self.reply(&host.changes()),
-            BackendRequest::ForgetChanges(told) => self.reply(&host.remove_changes(&told)),
-            BackendRequest::Counters => self.reply(&host.counters()),
-            BackendRequest::Commands => self.reply(&host.completed_commands()),
-            BackendRequest::Stats => self.reply(&host.stats()),
-            BackendRequest::TakeEvents => self.reply(&host.take_events()),
-            BackendRequest::Map(region) => {
-                let mapped = memory_region(region, descriptor).and_then(|memory| host.map(memory));
-                self.reply(&mapped)
-            }
-            BackendRequest::MapKept(region) => {
-                let mapped =
-                    memory_region(region, descriptor).and_then(|memory| host.map_claimed(memory));
-                self.reply(&mapped)
-            }
-            BackendRequest::Unmap { gpa, len, time } => {
-                self.reply(&host.unmap_within(gpa, len, bound_timeout(time)))
-            }
-            BackendRequest::StartDirtyLog => self.reply(&host.start_dirty_log()),
-            BackendRequest::TakeDirtyPages => {
-                let pages = self.take_dirty_pages();
-                self.reply(&pages)
-            }
-            BackendRequest::StopDirtyLog => {
-                self.dirty.clear();
-                self.reply(&host.stop_dirty_log())
-            }
-            BackendRequest::CreateCq(config) => self.reply(&host.create_cq(config)),
-            BackendRequest::CreateSq { config, time } => {
-                self.reply(&host.create_sq_within(config, bound_timeout(time)))
-            }
-            BackendRequest::DeleteSq { qid, time } => {
-                self.reply(&host.delete_sq_within(qid, bound_timeout(time)))
-            }
-            BackendRequest::DeleteCq { qid, time } => {
-                self.reply(&host.delete_cq_within(qid, bound_timeout(time)))
-            }
-            BackendRequest::SetCoalescing(coalescing) => {
-                self.reply(&host.set_coalescing(coalescing))
-            }
-            BackendRequest::SetRates(rates) => self.reply(&self.leases.set_rates(host, rates)),
-            BackendRequest::IoDoorbells => return self.reply_doorbells(),
-            BackendRequest::SetDoorbellBuffer { buffer, time } => {
-                self.reply(&host.set_doorbell_buffer_within(buffer, bound_timeout(time)))
-            }
-            BackendRequest::BeginSilentDoorbells => {
-                self.reply(&host.begin_untrapped_doorbells().map_err(RemoteIoError))
-            }
-            BackendRequest::EndSilentDoorbells => self.reply(&host.end_untrapped_doorbells()),
-            BackendRequest::WatchAdminDoorbells => {
-                self.reply(&host.watch_admin_doorbells().map_err(RemoteIoError))
-            }
-            BackendRequest::BeginAnew => self.reply(&host.reset_connection()),
-            BackendRequest::Pause => self.reply(&host.pause()),
-            BackendRequest::PauseWithin(time) => {
-                self.reply(&host.pause_within(bound_timeout(time)))
-            }
-            BackendRequest::Resume => self.reply(&host.resume()),
-            BackendRequest::Revoke => self.reply(&host.revoke()),
-            BackendRequest::ResetWithin(time) => {
-                self.reply(&host.reset_within(bound_timeout(time)))
-            }
-            BackendRequest::FlushWithin(time) => {
-                let flushed = host.flush_within(bound_timeout(time));
-                self.reply(&flushed.map_err(RemoteIoError))
-            }
-            BackendRequest::Save => self.reply(&host.save()),
-            BackendRequest::Check(state) => self.reply(&host.check_state(&state)),
-            BackendRequest::TakeUp(kept) => self.reply(&host.restore_running(&kept)),
-            BackendRequest::Restore(state) => self.reply(&host.restore(&state)),
-            BackendRequest::Vector { number, change } => {
-                self.reply(&self.change_vector(number, change, descriptor))
-            }
-        }?;
-        Ok(())
-    }
-
-    fn take_dirty_pages(&mut self) -> Result<DirtyPages, DmaError> {
-        if self.dirty.is_empty() {
-            self.dirty = self.backend.take_dirty_pages()?;
-        }
-        let rest = self.dirty.split_off(self.dirty.len().min(RANGES_MAX));
-        let ranges = std::mem::replace(&mut self.dirty, rest);
-        let more = !self.dirty.is_empty();
-        Ok(DirtyPages { ranges, more })
-    }
-
-    /// Carries out a change or a query of a vector.
-    fn change_vector(
-        &self,
-        number: u16,
-        change: VectorChange,
-        descriptor: Option<OwnedFd>,
-    ) -> bool {
-        let Some(vector) = self.shared.vectors.get(usize::from(number)) else {
-            return false;
-        };
-        let waited = vector.is_pending();
-        match change {
-            VectorChange::Connect => match descriptor.map(eventfd::from_client) {
-                Some(Ok(eventfd)) => vector.set_client_eventfd(self.signals.eventfd(eventfd)),
-                // The vector stays without an eventfd, and keeps interrupts pending.
-                _ => {
-                    log::warn!("A VMM sent a descriptor that is not an eventfd for vector {number}")
-                }
-            },
-            VectorChange::Disconnect => vector.set_eventfd(None),
-            VectorChange::Mask => vector.set_masked(true),
-            VectorChange::Unmask => vector.set_masked(false),
-            VectorChange::Ask => return waited,
-            VectorChange::Clear => {
-                vector.clear_pending();
-                return false;
-            }
-        }
-        waited && !vector.is_pending()
-    }
-
-    fn reply_doorbells(&mut self) -> Result<(), SessionError> {
-        let doorbells = self.backend.io_doorbells();
-        let wakers = &doorbells.wakers;
-        let is_named = |bell: &EventfdDoorbellWaker| {
-            wakers.iter().any(|(_, waker)| bell.is_same_poller(waker))
-        };
-        self.wakers.retain(|(_, bell)| is_named(bell));
-        let mut answer = IoDoorbellsReply {
-            are_buffered: doorbells.are_buffered,
-            are_silent: doorbells.are_untrapped,
-            ..IoDoorbellsReply::default()
-        };
-        let mut new = Vec::new();
-        for (doorbell, waker) in &doorbells.wakers {
-            let number = match self
-                .wakers
-                .iter()
-                .find(|(_, bell)| bell.is_same_poller(waker))
-            {
-                Some((number, _)) => *number,
-                // The reply is full. The VMM repeats the request to get the remaining eventfds.
-                None if new.len() == DESCRIPTORS_MAX => continue,
-                None => {
-                    let Some((number, descriptor)) = self.create_waker(waker)? else {
-                        continue;
-                    };
-                    answer.new_bells.push(number);
-                    new.push(descriptor);
-                    number
-                }
-            };
-            answer.bells.push((*doorbell, number));
-        }
-        let new: Vec<BorrowedFd<'_>> = new.iter().map(AsFd::as_fd).collect();
-        Ok(self.channel.send(&answer, &new)?)
-    }
-
-    fn create_waker(
-        &mut self,
-        waker: &DoorbellWaker,
-    ) -> Result<Option<(u64, OwnedFd)>, SessionError> {
-        let Some(bell) = waker.to_eventfd_waker()? else {
-            return Ok(None);
-        };
-        let descriptor = bell.share()?;
-        let number = self.wakers_created;
-        self.wakers_created += 1;
-        self.wakers.push((number, bell));
-        Ok(Some((number, descriptor)))
-    }
 }

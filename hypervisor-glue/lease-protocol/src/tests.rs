@@ -22,9 +22,10 @@ use nvme_spec::registers::Doorbell;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::call::{self, BackendCall};
 use crate::message::{
-    AttachReply, AttachRequest, BackendRequest, DirtyPages, IoDoorbellsReply, LeaseEndNotice,
-    MemoryRegionMessage, RemoteIoError, VERSION, VectorChange,
+    AttachReply, AttachRequest, DirtyPages, IoDoorbellsReply, LeaseEndNotice, MemoryRegionMessage,
+    RemoteIoError, VERSION, VectorChange,
 };
 
 /// Checks the text of a message, and that parsing the text returns the same message.
@@ -33,6 +34,12 @@ fn assert_json<M: Serialize + DeserializeOwned>(message: &M, text: &str) {
     assert_eq!(serde_json::to_string(message).unwrap(), text);
     let read: M = serde_json::from_str(text).unwrap();
     assert_eq!(serde_json::to_string(&read).unwrap(), text);
+}
+
+/// Checks the text of a call's request.
+#[track_caller]
+fn assert_call<Reply>(call: BackendCall<Reply>, text: &str) {
+    assert_json(&call.request, text);
 }
 
 #[test]
@@ -56,16 +63,16 @@ fn requests() {
         readable: true,
         writable: false,
     };
-    let text = r#"{"map":{"gpa":4096,"len":8192,"offset":0,"readable":true,"writable":false}}"#;
-    assert_json(&BackendRequest::Map(region), text);
-    assert_json(
-        &BackendRequest::MapKept(region),
-        &text.replace("map", "map_kept"),
+    let text =
+        r#"{"map":{"region":{"gpa":4096,"len":8192,"offset":0,"readable":true,"writable":false}}}"#;
+    assert_call(call::map(region), text);
+    assert_call(
+        call::map_claimed(region),
+        &text.replace("map", "map_claimed"),
     );
     let (gpa, time) = (Gpa(4096), Duration::from_millis(1500));
-    let len = 1;
-    let text = r#"{"unmap":{"gpa":4096,"len":1,"time":{"secs":1,"nanos":500000000}}}"#;
-    assert_json(&BackendRequest::Unmap { gpa, len, time }, text);
+    let text = r#"{"unmap_within":{"gpa":4096,"len":1,"time":{"secs":1,"nanos":500000000}}}"#;
+    assert_call(call::unmap_within(gpa, 1, time), text);
     let (qid, entries) = (QueueId(1), 8);
     let cq = CqConfig {
         qid,
@@ -73,52 +80,52 @@ fn requests() {
         entries,
         vector: Some(1),
     };
-    let text = r#"{"create_cq":{"qid":1,"base":4096,"entries":8,"vector":1}}"#;
-    assert_json(&BackendRequest::CreateCq(cq), text);
+    let text = r#"{"create_cq":{"config":{"qid":1,"base":4096,"entries":8,"vector":1}}}"#;
+    assert_call(call::create_cq(cq), text);
     let sq = SqConfig {
         qid,
         cqid: qid,
         base: gpa,
         entries,
     };
-    let text = r#"{"create_sq":{"config":{"qid":1,"cqid":1,"base":4096,"entries":8},"time":{"secs":1,"nanos":500000000}}}"#;
-    assert_json(&BackendRequest::CreateSq { config: sq, time }, text);
-    let text = r#"{"delete_sq":{"qid":1,"time":{"secs":1,"nanos":500000000}}}"#;
-    assert_json(&BackendRequest::DeleteSq { qid, time }, text);
-    let text = r#"{"delete_cq":{"qid":1,"time":{"secs":1,"nanos":500000000}}}"#;
-    assert_json(&BackendRequest::DeleteCq { qid, time }, text);
+    let text = r#"{"create_sq_within":{"config":{"qid":1,"cqid":1,"base":4096,"entries":8},"time":{"secs":1,"nanos":500000000}}}"#;
+    assert_call(call::create_sq_within(sq, time), text);
+    let text = r#"{"delete_sq_within":{"qid":1,"time":{"secs":1,"nanos":500000000}}}"#;
+    assert_call(call::delete_sq_within(qid, time), text);
+    let text = r#"{"delete_cq_within":{"qid":1,"time":{"secs":1,"nanos":500000000}}}"#;
+    assert_call(call::delete_cq_within(qid, time), text);
     let coalescing = CoalescingConfig {
         threshold_z: 1,
         time_100us: 2,
         disabled: u128::MAX,
     };
-    let text = r#"{"set_coalescing":{"threshold_z":1,"time_100us":2,"disabled":340282366920938463463374607431768211455}}"#;
-    assert_json(&BackendRequest::SetCoalescing(coalescing), text);
-    let rates = BackendRequest::SetRates(RateLimits::default());
-    assert_json(&rates, r#"{"set_rates":{"iops":null,"bandwidth":null}}"#);
+    let text = r#"{"set_coalescing":{"coalescing":{"threshold_z":1,"time_100us":2,"disabled":340282366920938463463374607431768211455}}}"#;
+    assert_call(call::set_coalescing(coalescing), text);
+    let text = r#"{"set_rate_limits":{"rates":{"iops":null,"bandwidth":null}}}"#;
+    assert_call(call::set_rate_limits(RateLimits::default()), text);
     let buffer = DoorbellBuffer {
         shadow: gpa,
         event_idx: Gpa(8192),
     };
-    let text = r#"{"set_doorbell_buffer":{"buffer":{"shadow":4096,"event_idx":8192},"time":{"secs":1,"nanos":500000000}}}"#;
-    assert_json(&BackendRequest::SetDoorbellBuffer { buffer, time }, text);
+    let text = r#"{"set_doorbell_buffer_within":{"buffer":{"shadow":4096,"event_idx":8192},"time":{"secs":1,"nanos":500000000}}}"#;
+    assert_call(call::set_doorbell_buffer_within(buffer, time), text);
     let kept = PersistedQueues {
         cqs: vec![cq],
         sqs: vec![sq],
         doorbell_buffer: Some(buffer),
         revoked: false,
     };
-    let text = r#"{"take_up":{"cqs":[{"qid":1,"base":4096,"entries":8,"vector":1}],"sqs":[{"qid":1,"cqid":1,"base":4096,"entries":8}],"doorbell_buffer":{"shadow":4096,"event_idx":8192},"revoked":false}}"#;
-    assert_json(&BackendRequest::TakeUp(Box::new(kept)), text);
-    let text = r#"{"pause_within":{"secs":1,"nanos":500000000}}"#;
-    assert_json(&BackendRequest::PauseWithin(time), text);
-    let text = r#"{"reset_within":{"secs":1,"nanos":500000000}}"#;
-    assert_json(&BackendRequest::ResetWithin(time), text);
-    let text = r#"{"flush_within":{"secs":1,"nanos":500000000}}"#;
-    assert_json(&BackendRequest::FlushWithin(time), text);
+    let text = r#"{"restore_running":{"queues":{"cqs":[{"qid":1,"base":4096,"entries":8,"vector":1}],"sqs":[{"qid":1,"cqid":1,"base":4096,"entries":8}],"doorbell_buffer":{"shadow":4096,"event_idx":8192},"revoked":false}}}"#;
+    assert_call(call::restore_running(kept), text);
+    let text = r#"{"pause_within":{"time":{"secs":1,"nanos":500000000}}}"#;
+    assert_call(call::pause_within(time), text);
+    let text = r#"{"reset_within":{"time":{"secs":1,"nanos":500000000}}}"#;
+    assert_call(call::reset_within(time), text);
+    let text = r#"{"flush_within":{"time":{"secs":1,"nanos":500000000}}}"#;
+    assert_call(call::flush_within(time), text);
     let told = UnreportedChanges::new(&[7], true);
-    let text = r#"{"forget_changes":{"ids":[7],"more":true}}"#;
-    assert_json(&BackendRequest::ForgetChanges(told), text);
+    let text = r#"{"remove_changes":{"told":{"ids":[7],"more":true}}}"#;
+    assert_call(call::remove_changes(told), text);
     for (change, name) in [
         (VectorChange::Connect, "connect"),
         (VectorChange::Disconnect, "disconnect"),
@@ -127,35 +134,41 @@ fn requests() {
         (VectorChange::Ask, "ask"),
         (VectorChange::Clear, "clear"),
     ] {
-        let text = format!(r#"{{"vector":{{"number":3,"change":"{name}"}}}}"#);
-        assert_json(&BackendRequest::Vector { number: 3, change }, &text);
+        let text = format!(r#"{{"change_vector":{{"number":3,"change":"{name}"}}}}"#);
+        assert_call(call::change_vector(3, change), &text);
     }
     for (request, name) in [
-        (BackendRequest::Status, "status"),
-        (BackendRequest::Damage, "damage"),
-        (BackendRequest::SmartHealth, "smart_health"),
-        (BackendRequest::Changes, "changes"),
-        (BackendRequest::Counters, "counters"),
-        (BackendRequest::Commands, "commands"),
-        (BackendRequest::Stats, "stats"),
-        (BackendRequest::TakeEvents, "take_events"),
-        (BackendRequest::StartDirtyLog, "start_dirty_log"),
-        (BackendRequest::TakeDirtyPages, "take_dirty_pages"),
-        (BackendRequest::StopDirtyLog, "stop_dirty_log"),
-        (BackendRequest::IoDoorbells, "io_doorbells"),
+        (call::status().request, "status"),
+        (call::check_damage().request, "check_damage"),
+        (call::smart_health().request, "smart_health"),
+        (call::changes().request, "changes"),
+        (call::counters().request, "counters"),
+        (call::completed_commands().request, "completed_commands"),
+        (call::stats().request, "stats"),
+        (call::take_events().request, "take_events"),
+        (call::start_dirty_log().request, "start_dirty_log"),
+        (call::take_dirty_pages().request, "take_dirty_pages"),
+        (call::stop_dirty_log().request, "stop_dirty_log"),
+        (call::io_doorbells().request, "io_doorbells"),
         (
-            BackendRequest::BeginSilentDoorbells,
-            "begin_silent_doorbells",
+            call::begin_untrapped_doorbells().request,
+            "begin_untrapped_doorbells",
         ),
-        (BackendRequest::EndSilentDoorbells, "end_silent_doorbells"),
-        (BackendRequest::WatchAdminDoorbells, "watch_admin_doorbells"),
-        (BackendRequest::BeginAnew, "begin_anew"),
-        (BackendRequest::Pause, "pause"),
-        (BackendRequest::Resume, "resume"),
-        (BackendRequest::Revoke, "revoke"),
-        (BackendRequest::Save, "save"),
+        (
+            call::end_untrapped_doorbells().request,
+            "end_untrapped_doorbells",
+        ),
+        (
+            call::watch_admin_doorbells().request,
+            "watch_admin_doorbells",
+        ),
+        (call::reset_connection().request, "reset_connection"),
+        (call::pause().request, "pause"),
+        (call::resume().request, "resume"),
+        (call::revoke().request, "revoke"),
+        (call::save().request, "save"),
     ] {
-        assert_json(&request, &format!("\"{name}\""));
+        assert_json(&request, &format!(r#"{{"{name}":{{}}}}"#));
     }
 }
 

@@ -75,7 +75,7 @@ fn is_free(host: &Host, attached: &Weak<LocalBackend>) -> bool {
 #[test]
 fn a_vmm_that_disconnects_at_any_byte_leaves_no_state() {
     let host = Host::new("memory:16M", 512);
-    let status = message("\"status\"", 0);
+    let status = message(r#"{"status":{}}"#, 0);
     let whole = [opening(), status.clone(), status].concat();
     for end in 0..=whole.len() {
         let (result, _, attached) = run_session_with(&host, &whole[..end]);
@@ -88,19 +88,20 @@ fn a_vmm_that_disconnects_at_any_byte_leaves_no_state() {
 fn a_vmm_that_goes_between_two_messages_leaves_nothing_behind() {
     let host = Host::new("memory:16M", 512);
     let memory = memfd(c"guest", 4 * 4096).unwrap();
-    let map = r#"{"map":{"gpa":0,"len":16384,"offset":0,"readable":true,"writable":true}}"#;
+    let map =
+        r#"{"map":{"region":{"gpa":0,"len":16384,"offset":0,"readable":true,"writable":true}}}"#;
     let messages = [
-        r#"{"create_cq":{"qid":1,"base":0,"entries":8,"vector":null}}"#,
-        r#"{"create_sq":{"config":{"qid":1,"cqid":1,"base":4096,"entries":8},"time":{"secs":30,"nanos":0}}}"#,
-        r#""io_doorbells""#,
-        r#""start_dirty_log""#,
-        r#""pause""#,
-        r#""save""#,
-        r#""resume""#,
-        r#"{"flush_within":{"secs":30,"nanos":0}}"#,
-        r#"{"delete_sq":{"qid":1,"time":{"secs":30,"nanos":0}}}"#,
-        r#"{"delete_cq":{"qid":1,"time":{"secs":30,"nanos":0}}}"#,
-        r#"{"unmap":{"gpa":0,"len":16384,"time":{"secs":30,"nanos":0}}}"#,
+        r#"{"create_cq":{"config":{"qid":1,"base":0,"entries":8,"vector":null}}}"#,
+        r#"{"create_sq_within":{"config":{"qid":1,"cqid":1,"base":4096,"entries":8},"time":{"secs":30,"nanos":0}}}"#,
+        r#"{"io_doorbells":{}}"#,
+        r#"{"start_dirty_log":{}}"#,
+        r#"{"pause":{}}"#,
+        r#"{"save":{}}"#,
+        r#"{"resume":{}}"#,
+        r#"{"flush_within":{"time":{"secs":30,"nanos":0}}}"#,
+        r#"{"delete_sq_within":{"qid":1,"time":{"secs":30,"nanos":0}}}"#,
+        r#"{"delete_cq_within":{"qid":1,"time":{"secs":30,"nanos":0}}}"#,
+        r#"{"unmap_within":{"gpa":0,"len":16384,"time":{"secs":30,"nanos":0}}}"#,
     ];
     for end in 0..=messages.len() {
         let (result, answers, attached) = run_session(&host, |vmm| {
@@ -122,17 +123,18 @@ fn a_vmm_that_goes_between_two_messages_leaves_nothing_behind() {
 #[test]
 fn an_invalid_message_ends_only_its_own_lease() {
     let host = Host::new("memory:16M", 512);
-    let map = r#"{"map":{"gpa":0,"len":4096,"offset":0,"readable":true,"writable":true}}"#;
+    let map =
+        r#"{"map":{"region":{"gpa":0,"len":4096,"offset":0,"readable":true,"writable":true}}}"#;
     let mut too_large = message("", 0);
     too_large[..4].copy_from_slice(&(MESSAGE_MAX as u32 + 1).to_le_bytes());
     for (wrong, reason) in [
         (message("{", 0), "not one of the lease protocol"),
         (
-            message("\"unheard_of\"", 0),
+            message(r#"{"unheard_of":{}}"#, 0),
             "not one of the lease protocol",
         ),
         (message(map, 0), "0 descriptors instead of 1"),
-        (message("\"status\"", 1), "0 descriptors instead of 1"),
+        (message(r#"{"status":{}}"#, 1), "0 descriptors instead of 1"),
         (too_large, "more than the 4194304 that are allowed"),
     ] {
         let (result, _, attached) = run_session_with(&host, &[opening(), wrong].concat());
@@ -155,7 +157,7 @@ fn a_descriptor_that_nobody_asked_for_is_refused() {
     );
     let lease = OneLease(Mutex::new(Some(attachment)));
     let session = std::thread::spawn(move || LeaseSession::new(server).unwrap().run(&lease));
-    let sent = [opening(), message("\"status\"", 0)];
+    let sent = [opening(), message(r#"{"status":{}}"#, 0)];
     vmm.send_with_fds(&[&sent[0][..]], &[]).unwrap();
     vmm.send_with_fd(&sent[1][..], vmm.as_raw_fd()).unwrap();
     let error = session.join().unwrap().unwrap_err();

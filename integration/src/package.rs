@@ -53,8 +53,8 @@ pub enum PackageError {
 /// # Errors
 /// See [`PackageError`].
 pub fn run(options: &PackageOptions) -> Result<(), PackageError> {
-    let folder = crate::target_dir().join("debian");
-    let package = build(&folder, options.deb_version.as_deref())?;
+    let dir = crate::target_dir().join("debian");
+    let package = build(&dir, options.deb_version.as_deref())?;
     print_line(&package.display().to_string());
     Ok(())
 }
@@ -63,7 +63,7 @@ pub fn run(options: &PackageOptions) -> Result<(), PackageError> {
 ///
 /// # Errors
 /// See [`PackageError`].
-pub fn build(folder: &Path, version: Option<&str>) -> Result<PathBuf, PackageError> {
+pub fn build(dir: &Path, version: Option<&str>) -> Result<PathBuf, PackageError> {
     // All builds use one directory for generated files, so they run one at a time.
     static BUILDING: Mutex<()> = Mutex::new(());
     let _building = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -74,7 +74,7 @@ pub fn build(folder: &Path, version: Option<&str>) -> Result<PathBuf, PackageErr
     command
         .args(["deb", "--no-build", "--quiet", "--package", "nvme-mpt-cli"])
         .arg("--output")
-        .arg(folder);
+        .arg(dir);
     if let Some(version) = version {
         command.args(["--deb-version", version]);
     }
@@ -86,17 +86,17 @@ pub fn build(folder: &Path, version: Option<&str>) -> Result<PathBuf, PackageErr
 
 /// Writes the manual pages and completions, which the command generates.
 fn write_generated(program: &Path) -> Result<(), PackageError> {
-    let folder = crate::target_dir().join("release/package");
+    let dir = crate::target_dir().join("release/package");
     let at = |path: &Path| {
         let path = path.to_owned();
         move |source| PackageError::File { path, source }
     };
     // Removes the pages of commands that no longer exist.
-    match fs::remove_dir_all(&folder) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(&folder)(error)),
+    match fs::remove_dir_all(&dir) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(&dir)(error)),
         _ => {}
     }
-    let pages = folder.join("man");
+    let pages = dir.join("man");
     process::run(Command::new(program).arg("man").arg(&pages))?;
     process::run(
         Command::new("gzip")
@@ -105,7 +105,7 @@ fn write_generated(program: &Path) -> Result<(), PackageError> {
     )?;
     for shell in SHELLS {
         let text = process::run(Command::new(program).args(["completions", shell]))?;
-        let path = folder.join(format!("nvme-mpt.{shell}"));
+        let path = dir.join(format!("nvme-mpt.{shell}"));
         fs::write(&path, text).map_err(at(&path))?;
     }
     Ok(())
@@ -127,21 +127,21 @@ fn relative_links(text: &str) -> Vec<&str> {
 ///
 /// # Errors
 /// A directory or page cannot be read.
-pub fn find_broken_links(folder: &Path) -> Result<Vec<String>, PackageError> {
+pub fn find_broken_links(dir: &Path) -> Result<Vec<String>, PackageError> {
     let at = |path: &Path| {
         let path = path.to_owned();
         move |source| PackageError::File { path, source }
     };
     let mut broken = Vec::new();
-    for entry in fs::read_dir(folder).map_err(at(folder))? {
-        let path = entry.map_err(at(folder))?.path();
+    for entry in fs::read_dir(dir).map_err(at(dir))? {
+        let path = entry.map_err(at(dir))?.path();
         if path.is_dir() {
             broken.extend(find_broken_links(&path)?);
         } else if path.extension().is_some_and(|extension| extension == "md") {
             let text = fs::read_to_string(&path).map_err(at(&path))?;
             for link in relative_links(&text) {
                 let file = link.split('#').next().unwrap_or_default();
-                if !folder.join(file).exists() {
+                if !dir.join(file).exists() {
                     broken.push(format!("{}: {link}", path.display()));
                 }
             }
@@ -157,9 +157,9 @@ mod tests {
 
     #[test]
     fn links_without_a_target_are_found() {
-        let folder = tempfile::tempdir().unwrap();
-        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
-        fs::create_dir(folder.path().join("docs")).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
+        fs::create_dir(dir.path().join("docs")).unwrap();
         write(
             "docs/a.md",
             "[up](../README.md#head), [gone](gone.md)\n[here](#a)\n",
@@ -169,14 +169,14 @@ mod tests {
             "[a](docs/a.md), [web](https://example.org/x.md), [folder](docs/)\n```\n[code](none.md)\n```\n\
              [picture](none.svg)\n",
         );
-        let broken = find_broken_links(folder.path()).unwrap();
-        let path = |name: &str| folder.path().join(name).display().to_string();
+        let broken = find_broken_links(dir.path()).unwrap();
+        let path = |name: &str| dir.path().join(name).display().to_string();
         let expected = [
             format!("{}: none.svg", path("README.md")),
             format!("{}: gone.md", path("docs/a.md")),
         ];
         assert_eq!(broken, expected);
-        let absent = find_broken_links(&folder.path().join("absent"));
+        let absent = find_broken_links(&dir.path().join("absent"));
         assert!(matches!(absent, Err(PackageError::File { .. })));
     }
 }

@@ -162,7 +162,7 @@ pub fn describe_process(pid: u32) -> String {
         Some(format!("{name} {state} {user}+{kernel} {place}"))
     };
     let threads: Vec<String> = threads.filter_map(of_thread).collect();
-    let mut told = format!("Process {pid}: {}", threads.join(", "));
+    let mut text = format!("Process {pid}: {}", threads.join(", "));
     for file in std::fs::read_dir(process.join("fd")).into_iter().flatten() {
         let Ok(file) = file else { continue };
         let is_ring = std::fs::read_link(file.path())
@@ -177,18 +177,18 @@ pub fn describe_process(pid: u32) -> String {
                     .any(|field| line.trim_start().starts_with(field))
             });
             let ring: Vec<&str> = ring.map(str::trim).collect();
-            told += &format!("\n  io_uring {}: {}", number.display(), ring.join(", "));
+            text += &format!("\n  io_uring {}: {}", number.display(), ring.join(", "));
         }
     }
-    told
+    text
 }
 
 /// Fields of an io_uring that are reported.
 const RING_FIELDS: [&str; 5] = ["SqHead", "SqTail", "CqHead", "CqTail", "task_works"];
 
 /// Returns the name of a process or thread, and the `stat` fields behind the name.
-fn stat_of(folder: &Path) -> Option<(String, Vec<String>)> {
-    let stat = std::fs::read_to_string(folder.join("stat")).ok()?;
+fn stat_of(dir: &Path) -> Option<(String, Vec<String>)> {
+    let stat = std::fs::read_to_string(dir.join("stat")).ok()?;
     // A name may contain any character. So the other fields begin behind the last parenthesis.
     let (start, rest) = stat.rsplit_once(") ")?;
     let (_, name) = start.split_once(" (")?;
@@ -294,9 +294,9 @@ impl SupervisedChild {
     /// Waits until the child has ended.
     ///
     /// # Errors
-    /// The child has not ended after `patience`.
-    pub fn wait(&mut self, patience: Duration) -> Result<ExitStatus, ProcessError> {
-        let deadline = Instant::now() + patience;
+    /// The child has not ended after `timeout`.
+    pub fn wait(&mut self, timeout: Duration) -> Result<ExitStatus, ProcessError> {
+        let deadline = Instant::now() + timeout;
         loop {
             if let Some(status) = self.try_wait()? {
                 return Ok(status);
@@ -304,7 +304,7 @@ impl SupervisedChild {
             if Instant::now() >= deadline {
                 return Err(ProcessError::StillRuns {
                     name: self.name.clone(),
-                    after: patience,
+                    after: timeout,
                 });
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -314,15 +314,15 @@ impl SupervisedChild {
     /// Sends SIGTERM to the child and waits until it has ended.
     ///
     /// # Errors
-    /// The child has not ended after `patience`.
-    pub fn terminate(&mut self, patience: Duration) -> Result<ExitStatus, ProcessError> {
+    /// The child has not ended after `timeout`.
+    pub fn terminate(&mut self, timeout: Duration) -> Result<ExitStatus, ProcessError> {
         if self.try_wait()?.is_none() {
             let pid = libc::pid_t::try_from(self.child.id()).unwrap_or(libc::pid_t::MAX);
             // SAFETY: kill(2) accesses no memory of this process. The pid cannot have been given to another process,
             // because the child has not been waited for (`exit_status` is None).
             unsafe { libc::kill(pid, libc::SIGTERM) };
         }
-        self.wait(patience)
+        self.wait(timeout)
     }
 
     /// Kills the child (SIGKILL), like a crash or power failure.
@@ -348,9 +348,9 @@ type Request = (Command, Sender<io::Result<Child>>);
 /// Thread that starts all supervised children and lives as long as the process. It is needed since Linux sends the
 /// parent-death signal when the *thread* that started the child ends.
 static SPAWNER: LazyLock<Sender<Request>> = LazyLock::new(|| {
-    let (requests, inbox) = mpsc::channel::<Request>();
+    let (requests, receiver) = mpsc::channel::<Request>();
     std::thread::spawn(move || {
-        for (mut command, reply) in inbox {
+        for (mut command, reply) in receiver {
             // The caller waits for the reply. If it does not, dropping the child's handle is harmless: the child dies with
             // this process.
             let _ = reply.send(command.spawn());
@@ -373,9 +373,9 @@ mod tests {
     #[test]
     fn threads_are_listed_with_their_activity() {
         let this = std::thread::Builder::new().name("(a) b) 1".into());
-        let look = || describe_process(std::process::id());
+        let describe = || describe_process(std::process::id());
         let threads = this
-            .spawn(look)
+            .spawn(describe)
             .expect("a thread")
             .join()
             .expect("no panic");
@@ -390,11 +390,11 @@ mod tests {
         let deadline = Instant::now() + Duration::from_secs(180);
         // If other processes start or end meanwhile, the list of processes may lack one, so it is read again.
         let told_of = |what: &str| loop {
-            let told = describe_children();
-            let told = told.lines().find(|line| line.starts_with(&name));
-            let told = told.unwrap_or_default().to_owned();
-            if told.contains(what) || Instant::now() >= deadline {
-                break told;
+            let text = describe_children();
+            let text = text.lines().find(|line| line.starts_with(&name));
+            let text = text.unwrap_or_default().to_owned();
+            if text.contains(what) || Instant::now() >= deadline {
+                break text;
             }
         };
         let lives = told_of("sleep S");

@@ -48,12 +48,12 @@ impl ProgressStep {
                 print_line(&format!("    … {name}: {}", seconds(started.elapsed())));
             }
         };
-        let is_kept = ProgressOutput::current().0.is_some();
+        let is_recorded = ProgressOutput::current().0.is_some();
         Self {
             what,
             started,
             stop: Some(stop),
-            reminder: (!is_kept).then(|| std::thread::spawn(remind)),
+            reminder: (!is_recorded).then(|| std::thread::spawn(remind)),
         }
     }
 
@@ -133,19 +133,19 @@ impl ProgressOutput {
 /// Runs `work` and captures its lines instead of printing them. Returns its result and the lines. Threads that `work`
 /// starts print their lines, if they do not use this thread's [`ProgressOutput`].
 pub fn capture_lines<T>(work: impl FnOnce() -> T) -> (T, String) {
-    let kept = Arc::new(Mutex::new(String::new()));
-    let result = ProgressOutput(Some(Arc::clone(&kept))).with_lines(work);
-    let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
-    (result, std::mem::take(&mut *kept))
+    let recorded = Arc::new(Mutex::new(String::new()));
+    let result = ProgressOutput(Some(Arc::clone(&recorded))).with_lines(work);
+    let mut recorded = recorded.lock().unwrap_or_else(PoisonError::into_inner);
+    (result, std::mem::take(&mut *recorded))
 }
 
 /// Prints a line immediately, even into a pipe. If the thread's lines are [captured](capture_lines), adds the line to them
 /// instead.
 pub fn print_line(line: &str) {
-    if let ProgressOutput(Some(kept)) = ProgressOutput::current() {
-        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.push_str(line);
-        kept.push('\n');
+    if let ProgressOutput(Some(recorded)) = ProgressOutput::current() {
+        let mut recorded = recorded.lock().unwrap_or_else(PoisonError::into_inner);
+        recorded.push_str(line);
+        recorded.push('\n');
         return;
     }
     let mut out = std::io::stdout().lock();
@@ -172,10 +172,10 @@ mod tests {
 
     #[test]
     fn progress_lines_are_recorded_on_request() {
-        let ((), said) = capture_lines(|| {
+        let ((), output) = capture_lines(|| {
             print_line("first");
-            let elsewhere = std::thread::spawn(|| capture_lines(|| print_line("elsewhere")).1);
-            assert_eq!(elsewhere.join().expect("no panic"), "elsewhere\n");
+            let other_thread = std::thread::spawn(|| capture_lines(|| print_line("elsewhere")).1);
+            assert_eq!(other_thread.join().expect("no panic"), "elsewhere\n");
             let lines = ProgressOutput::current();
             let helper = std::thread::spawn(move || lines.with_lines(|| print_line("of a helper")));
             helper.join().expect("no panic");
@@ -184,7 +184,7 @@ mod tests {
             ProgressStep::start("a step").done("its result");
         });
         let begin = "first\nof a helper\n==> a step\n    done in ";
-        assert!(said.starts_with(begin), "{said}");
-        assert!(said.ends_with(": its result\n"), "{said}");
+        assert!(output.starts_with(begin), "{output}");
+        assert!(output.ends_with(": its result\n"), "{output}");
     }
 }

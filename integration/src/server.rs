@@ -43,12 +43,12 @@ pub enum ServerError {
         log: String,
     },
     /// A VMM stays connected to a function.
-    #[error("A client is still connected to {path}, {patience:?} after it was killed")]
+    #[error("A client is still connected to {path}, {timeout:?} after it was killed")]
     Connected {
         /// Socket of the function.
         path: PathBuf,
         /// Timeout.
-        patience: Duration,
+        timeout: Duration,
     },
     /// The server ended unexpectedly.
     #[error("nvme-mpt serve did not end cleanly ({status}):\n{log}")]
@@ -59,12 +59,12 @@ pub enum ServerError {
         log: String,
     },
     /// The supervisor has no server, or more than one.
-    #[error("The supervisor, process {supervisor}, has not one server but {kept:?}")]
+    #[error("The supervisor, process {supervisor}, has not one server but {supervised_pids:?}")]
     NotOne {
         /// Process id of the supervisor.
         supervisor: u32,
         /// Process ids of its children.
-        kept: Vec<u32>,
+        supervised_pids: Vec<u32>,
     },
     /// A command with `--json` printed invalid output.
     #[error("Cannot read the output of `nvme-mpt {command} --json`: {source}\n{text}")]
@@ -188,7 +188,7 @@ enum ServerParent {
 pub struct Server {
     binary: PathBuf,
     parent: ServerParent,
-    folder: PathBuf,
+    dir: PathBuf,
     functions: Vec<FunctionArgument>,
     drives: Vec<String>,
     process: SupervisedChild,
@@ -196,16 +196,16 @@ pub struct Server {
 
 impl Server {
     /// Starts a server, and waits until it listens on the sockets of all functions. Sockets, lease ledger and log are put
-    /// into `folder`.
+    /// into `dir`.
     ///
     /// # Errors
     /// The server does not come up.
     pub fn start(
         binary: &Path,
         functions: &[FunctionArgument],
-        folder: &Path,
+        dir: &Path,
     ) -> Result<Self, ServerError> {
-        Self::start_under(ServerParent::ThisProcess, binary, functions, folder)
+        Self::start_under(ServerParent::ThisProcess, binary, functions, dir)
     }
 
     /// Starts a server like [`Self::start`], but under a supervisor.
@@ -215,27 +215,27 @@ impl Server {
     pub fn start_supervised(
         binary: &Path,
         functions: &[FunctionArgument],
-        folder: &Path,
+        dir: &Path,
     ) -> Result<Self, ServerError> {
-        Self::start_under(ServerParent::Supervisor, binary, functions, folder)
+        Self::start_under(ServerParent::Supervisor, binary, functions, dir)
     }
 
     fn start_under(
         parent: ServerParent,
         binary: &Path,
         functions: &[FunctionArgument],
-        folder: &Path,
+        dir: &Path,
     ) -> Result<Self, ServerError> {
-        let state = state_dir(folder);
+        let state = state_dir(dir);
         fs::create_dir_all(&state).map_err(|source| ServerError::File {
             path: state,
             source,
         })?;
-        let process = spawn(parent, binary, functions, &[], folder)?;
+        let process = spawn(parent, binary, functions, &[], dir)?;
         let mut server = Self {
             binary: binary.to_owned(),
             parent,
-            folder: folder.to_owned(),
+            dir: dir.to_owned(),
             functions: functions.to_vec(),
             drives: Vec::new(),
             process,
@@ -251,13 +251,13 @@ impl Server {
     pub fn start_with_drives(
         binary: &Path,
         drives: &[String],
-        folder: &Path,
+        dir: &Path,
     ) -> Result<Self, ServerError> {
-        let process = spawn(ServerParent::ThisProcess, binary, &[], drives, folder)?;
+        let process = spawn(ServerParent::ThisProcess, binary, &[], drives, dir)?;
         let mut server = Self {
             binary: binary.to_owned(),
             parent: ServerParent::ThisProcess,
-            folder: folder.to_owned(),
+            dir: dir.to_owned(),
             functions: Vec::new(),
             drives: drives.to_vec(),
             process,
@@ -268,12 +268,12 @@ impl Server {
 
     /// Returns the socket of the function `id`.
     pub fn socket(&self, id: &str) -> PathBuf {
-        socket(&self.folder, id)
+        socket(&self.dir, id)
     }
 
     /// Returns the directory of the lease ledger, for VMMs.
     pub fn state_dir(&self) -> PathBuf {
-        state_dir(&self.folder)
+        state_dir(&self.dir)
     }
 
     /// Returns the process id of the supervisor; without a supervisor, that of the server.
@@ -344,7 +344,7 @@ impl Server {
     /// # Errors
     /// The server refuses them.
     pub fn inject_faults(&self, path: &str, plan: &str) -> Result<(), ServerError> {
-        let file = self.folder.join("faults.toml");
+        let file = self.dir.join("faults.toml");
         fs::write(&file, plan).map_err(|source| ServerError::File {
             path: file.clone(),
             source,
@@ -382,9 +382,7 @@ impl Server {
     fn fault(&self, what: impl Fn(&mut Command) -> &mut Command) -> Result<(), ServerError> {
         let command = || {
             let mut command = Command::new(&self.binary);
-            command
-                .args(["fault", "--control"])
-                .arg(control(&self.folder));
+            command.args(["fault", "--control"]).arg(control(&self.dir));
             what(&mut command);
             command
         };
@@ -443,7 +441,7 @@ impl Server {
         run_in_time(|| {
             let mut command = Command::new(&self.binary);
             command.args(arguments);
-            command.arg("--control").arg(control(&self.folder));
+            command.arg("--control").arg(control(&self.dir));
             command
         })
     }
@@ -475,7 +473,7 @@ impl Server {
         }
         Err(ServerError::Connected {
             path,
-            patience: START_STOP_TIMEOUT,
+            timeout: START_STOP_TIMEOUT,
         })
     }
 
@@ -494,7 +492,7 @@ impl Server {
             parent,
             functions,
             drives,
-            folder,
+            dir: folder,
             ..
         } = self;
         self.process = spawn(*parent, binary, functions, drives, folder)?;
@@ -506,7 +504,7 @@ impl Server {
     /// # Errors
     /// The successor does not come up, or the server has no supervisor.
     pub fn replace(&mut self, how: ServerReplacement) -> Result<(), ServerError> {
-        let served = self.ready_count();
+        let ready_before = self.ready_count();
         let pid = self.await_one_child()?;
         match how {
             ServerReplacement::Kill => {
@@ -514,7 +512,7 @@ impl Server {
             }
             ServerReplacement::Upgrade => drop(self.run_command(&["upgrade"])?),
         }
-        self.await_ready_count(served + 1)
+        self.await_ready_count(ready_before + 1)
     }
 
     /// Waits until the supervisor has exactly one child, and returns its process id. Until then, a replaced server may
@@ -522,14 +520,17 @@ impl Server {
     fn await_one_child(&mut self) -> Result<u32, ServerError> {
         let deadline = Instant::now() + START_STOP_TIMEOUT;
         loop {
-            let kept = self.child_pids();
-            if let [pid] = kept[..] {
+            let pids = self.child_pids();
+            if let [pid] = pids[..] {
                 return Ok(pid);
             }
             self.expect_alive()?;
             if Instant::now() >= deadline {
                 let supervisor = self.pid();
-                return Err(ServerError::NotOne { supervisor, kept });
+                return Err(ServerError::NotOne {
+                    supervisor,
+                    supervised_pids: pids,
+                });
             }
             thread::sleep(Duration::from_millis(10));
         }
@@ -609,9 +610,9 @@ impl Drop for Server {
     fn drop(&mut self) {
         if self.parent == ServerParent::Supervisor && matches!(self.process.try_wait(), Ok(None)) {
             // The supervisor is killed first, because it would restart the server.
-            let kept = self.child_pids();
+            let pids = self.child_pids();
             self.process.kill();
-            for pid in kept {
+            for pid in pids {
                 // Fails if the server has ended together with its supervisor.
                 let _ = process::run(Command::new("kill").args(["-s", "KILL", &pid.to_string()]));
             }
@@ -658,9 +659,9 @@ fn spawn(
     binary: &Path,
     functions: &[FunctionArgument],
     drives: &[String],
-    folder: &Path,
+    dir: &Path,
 ) -> Result<SupervisedChild, ServerError> {
-    let log = folder.join("serve.log");
+    let log = dir.join("serve.log");
     let at = |source| ServerError::File {
         path: log.clone(),
         source,
@@ -682,15 +683,15 @@ fn spawn(
     command
         .arg("serve")
         .arg("--control")
-        .arg(control(folder))
+        .arg(control(dir))
         .arg("--state-dir")
-        .arg(state_dir(folder))
+        .arg(state_dir(dir))
         // Checks read data that functions with other ids have left on the drive.
         .arg("--keep-data");
     for function in functions {
         command
             .arg("--function")
-            .arg(function.render(&socket(folder, &function.id)));
+            .arg(function.render(&socket(dir, &function.id)));
     }
     for drive in drives {
         command.arg("--drive").arg(drive);
@@ -698,17 +699,17 @@ fn spawn(
     Ok(SupervisedChild::spawn("nvme-mpt serve", &command, &log)?)
 }
 
-fn socket(folder: &Path, id: &str) -> PathBuf {
-    folder.join(format!("{id}.sock"))
+fn socket(dir: &Path, id: &str) -> PathBuf {
+    dir.join(format!("{id}.sock"))
 }
 
 /// Returns the directory of a server's lease ledger.
-pub(crate) fn state_dir(folder: &Path) -> PathBuf {
-    folder.join("state")
+pub(crate) fn state_dir(dir: &Path) -> PathBuf {
+    dir.join("state")
 }
 
-fn control(folder: &Path) -> PathBuf {
-    folder.join("control.sock")
+fn control(dir: &Path) -> PathBuf {
+    dir.join("control.sock")
 }
 
 /// Sums over all I/O queues of a function.

@@ -67,8 +67,8 @@ impl ProcessorTimeDivision {
         bills: impl Iterator<Item = &'a ProcessorTimeCharge>,
     ) -> Self {
         let (mut ticks, mut count) = (0_u64, 0);
-        for bill in bills {
-            ticks = ticks.saturating_add(bill.ticks);
+        for charge in bills {
+            ticks = ticks.saturating_add(charge.ticks);
             count += 1;
         }
         Self {
@@ -78,17 +78,18 @@ impl ProcessorTimeDivision {
         }
     }
 
-    /// Charges the function of `bill` with its share of the time, and resets the ticks of `bill`.
-    pub(crate) fn charge_share(&self, bill: &mut ProcessorTimeCharge) {
+    /// Charges the function of `charge` with its share of the time, and resets the ticks of `charge`.
+    pub(crate) fn charge_share(&self, charge: &mut ProcessorTimeCharge) {
         let (part, whole) = match self.ticks {
             0 => (1, self.charges),
-            ticks => (bill.ticks, ticks),
+            ticks => (charge.ticks, ticks),
         };
-        bill.ticks = 0;
+        charge.ticks = 0;
         let share = u128::from(self.nanoseconds) * u128::from(part) / u128::from(whole.max(1));
         // A share does not exceed the total, so it fits into 64 bits.
         let share = u64::try_from(share).unwrap_or(self.nanoseconds);
-        bill.function
+        charge
+            .function
             .nanoseconds
             .fetch_add(share, Ordering::Relaxed);
     }
@@ -103,16 +104,16 @@ mod tests {
     fn divide_time(spent: u64, bills: &[(usize, u64)]) -> [u64; 2] {
         let functions: [Arc<ProcessorTime>; 2] = Default::default();
         let bills = bills.iter().map(|(function, ticks)| {
-            let mut bill = ProcessorTimeCharge::new(functions[*function].clone());
-            bill.add(*ticks);
-            bill
+            let mut charge = ProcessorTimeCharge::new(functions[*function].clone());
+            charge.add(*ticks);
+            charge
         });
         let mut bills: Vec<_> = bills.collect();
-        let settlement = ProcessorTimeDivision::new(Duration::from_nanos(spent), bills.iter());
+        let division = ProcessorTimeDivision::new(Duration::from_nanos(spent), bills.iter());
         bills
             .iter_mut()
-            .for_each(|bill| settlement.charge_share(bill));
-        assert!(bills.iter().all(|bill| bill.ticks == 0));
+            .for_each(|charge| division.charge_share(charge));
+        assert!(bills.iter().all(|charge| charge.ticks == 0));
         functions.map(|function| function.nanoseconds.load(Ordering::Relaxed))
     }
 

@@ -254,7 +254,7 @@ impl<'a> RangeWipe<'a> {
     fn run(&mut self, stop: &AtomicBool) -> Result<(), WipeError> {
         let first = self.next_block;
         let all = self.end_block - first;
-        let mut told = 0;
+        let mut reported_percent = 0;
         let mut done = Vec::with_capacity(DEPTH.into());
         let mut pauses = 0;
         loop {
@@ -284,8 +284,8 @@ impl<'a> RangeWipe<'a> {
             if !done.is_empty() {
                 pauses = 0;
                 let percent = (self.next_block - first) * 100 / all;
-                if percent >= told + PROGRESS_STEP_PERCENT && percent < 100 {
-                    told = percent;
+                if percent >= reported_percent + PROGRESS_STEP_PERCENT && percent < 100 {
+                    reported_percent = percent;
                     warn!(
                         "{percent} % of {} of {} is wiped",
                         self.range,

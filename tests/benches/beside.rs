@@ -149,7 +149,7 @@ fn figure(
 
 /// Reads for `time` on a vCPU, with a poller of the given policy.
 fn run(poll: &str, processor: usize, depth: u16, time: Duration) -> RunMeasurements {
-    let attachment = open_local_backend(poll);
+    let local_backend = open_local_backend(poll);
     let (name, named) = mpsc::channel();
     let (give, given) = mpsc::channel();
     let vcpu = thread::spawn(move || {
@@ -158,14 +158,14 @@ fn run(poll: &str, processor: usize, depth: u16, time: Duration) -> RunMeasureme
         let (mut queue, guest): (QueuePair, AttachedGuest) = given.recv().unwrap();
         read(&mut queue, guest.memory(), depth, time)
     });
-    let vector = &attachment.shared_parts().vectors[1];
+    let vector = &local_backend.shared_parts().vectors[1];
     vector.set_vcpu_thread(Some(named.recv().unwrap()));
     // The poller's thread starts here with all processors allowed, as in a VMM.
-    let guest = AttachedGuest::new(attachment.clone(), 4 << 20);
+    let guest = AttachedGuest::new(local_backend.clone(), 4 << 20);
     let queue = guest.queue_pair(1, ENTRIES, Some(1));
     give.send((queue, guest)).unwrap();
     let seen = vcpu.join().unwrap();
-    attachment.reset().unwrap();
+    local_backend.reset().unwrap();
     seen
 }
 
@@ -206,13 +206,13 @@ fn read(
     depth: u16,
     time: Duration,
 ) -> RunMeasurements {
-    let mut kept = Vec::new();
+    let mut guests = Vec::new();
     let data: Vec<_> = (0..depth)
         .map(|_| {
             let data = memory.alloc(4096).unwrap();
             let prepared = prp::buffer(&data, 0, 4096).unwrap();
-            kept.push(data);
-            kept.extend(prepared.pages);
+            guests.push(data);
+            guests.extend(prepared.pages);
             prepared.pointer
         })
         .collect();
@@ -221,8 +221,8 @@ fn read(
     let mut latencies = Vec::new();
     let (mut next, begun) = (0_u64, Instant::now());
     while begun.elapsed() < time || free.len() < usize::from(depth) {
-        let goes_on = begun.elapsed() < time;
-        while goes_on && let Some(cid) = free.pop() {
+        let is_running = begun.elapsed() < time;
+        while is_running && let Some(cid) = free.pop() {
             let place = next % (BYTES / 4096) * 8;
             let command = Sqe::read(1, place, 8);
             let command = command.with_cid(cid).with_data(data[usize::from(cid)]);

@@ -162,7 +162,7 @@ fn run(case: &Case, processor: usize, time: Duration) -> RunMeasurements {
     let attachments = open_local_backends(case);
     let guests: Vec<AttachedGuest> = attachments
         .iter()
-        .map(|attachment| AttachedGuest::new(attachment.clone(), MEMORY))
+        .map(|local_backend| AttachedGuest::new(local_backend.clone(), MEMORY))
         .collect();
     let mut queues = Vec::new();
     for (function, guest) in guests.iter().enumerate() {
@@ -174,8 +174,8 @@ fn run(case: &Case, processor: usize, time: Duration) -> RunMeasurements {
         read(&mut queues, functions, time)
     });
     let seen = reading.join().unwrap();
-    for attachment in &attachments {
-        attachment.reset().unwrap();
+    for local_backend in &attachments {
+        local_backend.reset().unwrap();
     }
     drop(guests);
     seen
@@ -184,7 +184,7 @@ fn run(case: &Case, processor: usize, time: Duration) -> RunMeasurements {
 fn open_local_backends(case: &Case) -> Vec<Arc<LocalBackend>> {
     let drive = drives::open(&"null:64M".parse().unwrap(), DriveOptions::default()).unwrap();
     let (ledger, pollers) = (Ledger::in_process(), PollerPool::new());
-    let attachment = |number: u64| {
+    let local_backend = |number: u64| {
         let id = format!("function-{number}");
         let request = LeaseRequest {
             id: &id,
@@ -213,7 +213,7 @@ fn open_local_backends(case: &Case) -> Vec<Arc<LocalBackend>> {
         };
         Arc::new(LocalBackend::new(config).unwrap())
     };
-    (0..case.functions).map(attachment).collect()
+    (0..case.functions).map(local_backend).collect()
 }
 
 /// A queue pair of a function, with a read for each command identifier.
@@ -228,13 +228,13 @@ struct Queue {
 
 impl Queue {
     fn new(guest: &AttachedGuest, qid: u16, function: usize) -> Self {
-        let (mut reads, mut kept) = (Vec::new(), Vec::new());
+        let (mut reads, mut guests) = (Vec::new(), Vec::new());
         for cid in 0..DEPTH {
             let data = guest.memory().alloc(4096).unwrap();
             let prepared = prp::buffer(&data, 0, 4096).unwrap();
             let read = Sqe::read(1, u64::from(cid) * 8, 8).with_cid(cid);
             reads.push(read.with_data(prepared.pointer));
-            kept.push(data);
+            guests.push(data);
         }
         Self {
             pair: guest.queue_pair(qid, ENTRIES, None),
@@ -242,7 +242,7 @@ impl Queue {
             reads,
             submitted: vec![Instant::now(); usize::from(DEPTH)],
             free: (0..DEPTH).collect(),
-            _data: kept,
+            _data: guests,
         }
     }
 
@@ -262,10 +262,10 @@ fn read(queues: &mut [Queue], functions: usize, time: Duration) -> RunMeasuremen
     let begun = Instant::now();
     let mut in_flight = true;
     while in_flight {
-        let goes_on = begun.elapsed() < time;
+        let is_running = begun.elapsed() < time;
         in_flight = false;
         for queue in &mut *queues {
-            if goes_on {
+            if is_running {
                 queue.submit();
             }
             queue.pair.ring();
@@ -276,7 +276,7 @@ fn read(queues: &mut [Queue], functions: usize, time: Duration) -> RunMeasuremen
                 commands[queue.function] += 1;
                 queue.free.push(cid);
             }
-            in_flight |= goes_on || queue.free.len() < usize::from(DEPTH);
+            in_flight |= is_running || queue.free.len() < usize::from(DEPTH);
         }
     }
     let took = begun.elapsed();

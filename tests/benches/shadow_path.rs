@@ -10,8 +10,8 @@
 //! Every case fails if a command makes the device allocate memory. If valgrind is installed, instructions inside
 //! [`ShadowQueue::poll`] are counted with `valgrind --tool=callgrind`. Times include driver and device. For a model of a
 //! physical drive no times are measured, since the model costs more than the path. The permitted additional instructions per
-//! command are [`PHYSICAL_EXTRA`] for a physical drive, [`EXTENTS_EXTRA`] for a lease of many extents, and [`INFLIGHT_EXTRA`] for
-//! live state.
+//! command are [`PHYSICAL_EXTRA`] for a physical drive, [`EXTENTS_EXTRA`] for a lease of many extents, and [`INFLIGHT_EXTRA`]
+//! for live state.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -346,20 +346,20 @@ fn rig(case: &Case) -> Rig {
         true => SharedBackendPartsSource::Outliving(EventReader::Trusted),
         false => SharedBackendPartsSource::Own,
     };
-    let attachment = Arc::new(LocalBackend::with_parts(config, parts).unwrap());
-    let guest = AttachedGuest::new(attachment.clone(), 1 << 30);
-    let blocks = attachment.namespace().blocks;
+    let local_backend = Arc::new(LocalBackend::with_parts(config, parts).unwrap());
+    let guest = AttachedGuest::new(local_backend.clone(), 1 << 30);
+    let blocks = local_backend.namespace().blocks;
     let lanes: Vec<Lane> = (1..=case.queues)
         .map(|qid| {
             let queue = guest.queue_pair(qid, ENTRIES, None);
             let mut rng = Rng::new(u64::from(qid));
-            let mut kept = Vec::new();
+            let mut guests = Vec::new();
             let data: Vec<_> = (0..case.depth)
                 .map(|_| {
                     let data = guest.memory().alloc(case.size).unwrap();
                     let prp = nvme_mpt_tests::prp::buffer(&data, 0, case.size).unwrap();
-                    kept.push(data);
-                    kept.extend(prp.pages);
+                    guests.push(data);
+                    guests.extend(prp.pages);
                     prp.pointer
                 })
                 .collect::<Vec<DataPointer>>();
@@ -375,13 +375,13 @@ fn rig(case: &Case) -> Rig {
                     command.with_cid(i as u16).with_data(data[i % case.depth])
                 })
                 .collect();
-            let shadow = attachment.take_queue(QueueId(qid)).unwrap();
+            let shadow = local_backend.take_queue(QueueId(qid)).unwrap();
             Lane {
                 queue,
                 shadow,
                 commands,
                 in_flight: 0,
-                _memory: kept,
+                _memory: guests,
             }
         })
         .collect();
@@ -390,7 +390,7 @@ fn rig(case: &Case) -> Rig {
     Rig {
         hand_queues: hands.collect(),
         lanes,
-        local_backend: attachment,
+        local_backend,
     }
 }
 
@@ -516,13 +516,13 @@ fn nanoseconds(case: &Case, commands: usize) -> f64 {
 fn finish(rig: Rig) {
     let Rig {
         lanes,
-        local_backend: attachment,
+        local_backend,
         ..
     } = rig;
     for lane in lanes {
-        attachment.return_queue(lane.shadow).unwrap();
+        local_backend.return_queue(lane.shadow).unwrap();
     }
-    attachment.reset().unwrap();
+    local_backend.reset().unwrap();
 }
 
 /// Returns instructions per command inside the device, measured by callgrind. The result is the difference of two runs of

@@ -30,15 +30,15 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 type Points = Vec<(f64, f64)>;
 
 fn main() -> Result<()> {
-    let kept = concat!(env!("CARGO_MANIFEST_DIR"), "/../resources/drives/plots");
-    let folder = std::env::args_os()
+    let default_dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../resources/drives/plots");
+    let dir = std::env::args_os()
         .nth(1)
-        .map_or_else(|| kept.into(), PathBuf::from);
-    std::fs::create_dir_all(&folder)?;
-    payload_sizes(&folder.join("payload-size.svg"))?;
-    threads(&folder.join("threads.svg"))?;
-    aging(&folder.join("aging.svg"), &folder.join("latency.svg"))?;
-    println!("Drawn in {}", folder.display());
+        .map_or_else(|| default_dir.into(), PathBuf::from);
+    std::fs::create_dir_all(&dir)?;
+    payload_sizes(&dir.join("payload-size.svg"))?;
+    threads(&dir.join("threads.svg"))?;
+    aging(&dir.join("aging.svg"), &dir.join("latency.svg"))?;
+    println!("Drawn in {}", dir.display());
     Ok(())
 }
 

@@ -300,7 +300,7 @@ impl Controller {
     /// # Errors
     /// The controller is disabled, a request completes with an error, or a completion belongs to another command.
     pub fn async_event(&mut self, timeout: Duration) -> Result<Option<AsyncEvent>> {
-        let mut patience = WaitTimeout::new(timeout);
+        let mut wait = WaitTimeout::new(timeout);
         loop {
             let queue = self.admin_queue()?;
             if let Some(cqe) = queue.poll() {
@@ -319,7 +319,7 @@ impl Controller {
                     log_page: (cqe.dw0() >> 16) as u8,
                 }));
             }
-            if !patience.pause() {
+            if !wait.pause() {
                 return Ok(None);
             }
         }

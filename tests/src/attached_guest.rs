@@ -48,7 +48,7 @@ impl AttachedGuest {
     /// # Panics
     /// The back end refuses the memory or the buffer.
     #[must_use]
-    pub fn new(attachment: Arc<LocalBackend>, bytes: u64) -> Self {
+    pub fn new(local_backend: Arc<LocalBackend>, bytes: u64) -> Self {
         let memory = GuestMemory::new(&[(0, bytes)]).unwrap();
         let region = &memory.regions()[0];
         let mapped = MemoryRegion {
@@ -59,17 +59,17 @@ impl AttachedGuest {
             readable: true,
             writable: true,
         };
-        attachment.window().map(mapped).unwrap();
-        let cap = Cap(u64::from(attachment.doorbells().dstrd()) << 32);
+        local_backend.window().map(mapped).unwrap();
+        let cap = Cap(u64::from(local_backend.doorbells().dstrd()) << 32);
         let buffer = DoorbellBuffer::new(&memory, cap).unwrap();
         let pages = nvme_guest::DoorbellBuffer {
             shadow: Gpa(buffer.shadow().gpa()),
             event_idx: Gpa(buffer.event_idx().gpa()),
         };
-        attachment.set_doorbell_buffer(pages).unwrap();
+        local_backend.set_doorbell_buffer(pages).unwrap();
         Self {
-            bar: Arc::new(TrappedDoorbells(attachment.clone())),
-            local_backend: attachment,
+            bar: Arc::new(TrappedDoorbells(local_backend.clone())),
+            local_backend,
             memory,
             buffer: Arc::new(buffer),
         }
@@ -87,18 +87,18 @@ impl AttachedGuest {
     /// The back end refuses the queue pair.
     #[must_use]
     pub fn queue_pair(&self, qid: u16, entries: u32, vector: Option<u16>) -> QueuePair {
-        let attachment = &self.local_backend;
+        let local_backend = &self.local_backend;
         let sq = self.memory.alloc(64 * entries as usize).unwrap();
         let cq = self.memory.alloc(16 * entries as usize).unwrap();
         let id = QueueId(qid);
-        let created = attachment.create_cq(CqConfig {
+        let created = local_backend.create_cq(CqConfig {
             qid: id,
             base: Gpa(cq.gpa()),
             entries,
             vector,
         });
         created.unwrap();
-        let created = attachment.create_sq(SqConfig {
+        let created = local_backend.create_sq(SqConfig {
             qid: id,
             cqid: id,
             base: Gpa(sq.gpa()),
@@ -106,7 +106,7 @@ impl AttachedGuest {
         });
         created.unwrap();
         let doorbell = |register: Register| {
-            let offset = register.bar_offset(attachment.doorbells().dstrd());
+            let offset = register.bar_offset(local_backend.doorbells().dstrd());
             Doorbell::new(&self.bar, offset, false).unwrap()
         };
         let sq = SubmissionQueue::new(qid, sq, entries, doorbell(Register::SqTail(id)));

@@ -211,7 +211,7 @@ impl Controller {
     /// Waits until the bits of CSTS in `mask` are `value`.
     fn wait_status(&self, mask: u32, value: u32, want: &'static str) -> Result<()> {
         let after = self.ready_timeout();
-        let mut patience = WaitTimeout::new(after);
+        let mut wait = WaitTimeout::new(after);
         loop {
             let csts = self.status()?;
             if csts & mask == value {
@@ -221,7 +221,7 @@ impl Controller {
             if csts & CSTS_FATAL != 0 && value & CSTS_READY != 0 {
                 return Err(Error::Fatal { csts });
             }
-            if !patience.pause() {
+            if !wait.pause() {
                 return Err(Error::NotReached { want, after, csts });
             }
         }

@@ -226,16 +226,16 @@ impl KeyValues {
         self.store_with(key, value, 0)
     }
 
-    /// Returns up to `room` bytes from the start of a value, and the value's full length.
+    /// Returns up to `buffer_bytes` bytes from the start of a value, and the value's full length.
     ///
     /// # Errors
     /// As [`KeyValues::command`].
     ///
     /// # Panics
     /// The key is too long for a command.
-    pub fn retrieve(&mut self, key: &[u8], room: usize) -> Result<(Vec<u8>, u32)> {
-        let sqe = Sqe::key_value(kv::RETRIEVE, self.nsid, key, room as u32);
-        let (cqe, mut value) = self.command_in(sqe, room, 0)?;
+    pub fn retrieve(&mut self, key: &[u8], buffer_bytes: usize) -> Result<(Vec<u8>, u32)> {
+        let sqe = Sqe::key_value(kv::RETRIEVE, self.nsid, key, buffer_bytes as u32);
+        let (cqe, mut value) = self.command_in(sqe, buffer_bytes, 0)?;
         value.truncate(cqe.dw0() as usize);
         Ok((value, cqe.dw0()))
     }
@@ -287,16 +287,16 @@ impl KeyValues {
     }
 
     /// Lists keys, starting at the key `from`; if `from` is empty, at the first key. Returns as many keys as a list of
-    /// `room` bytes holds.
+    /// `buffer_bytes` bytes holds.
     ///
     /// # Errors
     /// As [`KeyValues::command`].
     ///
     /// # Panics
     /// The key is too long for a command, or the returned list is invalid.
-    pub fn list(&mut self, from: &[u8], room: usize) -> Result<Vec<Vec<u8>>> {
-        let sqe = Sqe::key_value(kv::LIST, self.nsid, from, room as u32);
-        let (_, list) = self.command_in(sqe, room, 0xEE)?;
+    pub fn list(&mut self, from: &[u8], buffer_bytes: usize) -> Result<Vec<Vec<u8>>> {
+        let sqe = Sqe::key_value(kv::LIST, self.nsid, from, buffer_bytes as u32);
+        let (_, list) = self.command_in(sqe, buffer_bytes, 0xEE)?;
         Ok(parse_list(&list))
     }
 

@@ -144,13 +144,13 @@ impl GuestMemory {
             .write()
             .unwrap_or_else(PoisonError::into_inner);
         let page = PAGE_SIZE as u64;
-        let sound = len > 0
+        let is_valid = len > 0
             && gpa.is_multiple_of(page)
             && len.is_multiple_of(page)
             && gpa
                 .checked_add(len)
                 .is_some_and(|end| regions.iter().all(|r| end <= r.gpa || gpa >= r.gpa + r.len));
-        if !sound {
+        if !is_valid {
             return Err(MemoryError::Region { gpa, len });
         }
         let fd_offset = regions

@@ -71,14 +71,14 @@ fn chain(
     let mut lists = vec![memory.alloc(PAGE_SIZE)?];
     let mut at = list_offset;
     loop {
-        let room = (PAGE_SIZE - at) / 8;
+        let entries_left = (PAGE_SIZE - at) / 8;
         let last = &lists[lists.len() - 1];
-        if entries.len() <= room {
+        if entries.len() <= entries_left {
             last.write(at, &to_bytes(entries));
             return Ok(lists);
         }
         let next = memory.alloc(PAGE_SIZE)?;
-        let (now, rest) = entries.split_at(room - 1);
+        let (now, rest) = entries.split_at(entries_left - 1);
         last.write(at, &to_bytes(now));
         last.write(at + now.len() * 8, &next.gpa().to_le_bytes());
         lists.push(next);

@@ -363,7 +363,7 @@ impl QueuePair {
         if let Some(at) = self.stash.iter().position(wanted) {
             return Ok(self.stash.remove(at));
         }
-        let mut patience = WaitTimeout::new(timeout);
+        let mut wait_timeout = WaitTimeout::new(timeout);
         loop {
             while let Some(cqe) = self.poll_ring() {
                 if cqe.sq_id() == queue && u32::from(cqe.sq_head()) >= self.sq.size {
@@ -379,7 +379,7 @@ impl QueuePair {
                 self.stash.push(cqe);
             }
             self.ring();
-            if !patience.pause() {
+            if !wait_timeout.pause() {
                 return Err(Error::Timeout {
                     cid,
                     queue,

@@ -27,8 +27,8 @@ esac
 /// and the directory with the fake programs.
 fn run(install: &str, verify: &str) -> (Output, TempDir) {
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-    let folder = tempfile::tempdir().unwrap();
-    let programs = folder.path();
+    let dir = tempfile::tempdir().unwrap();
+    let programs = dir.path();
     for (name, text) in [("install", install), ("verify", verify)] {
         fs::write(programs.join(name), text).unwrap();
     }
@@ -60,30 +60,30 @@ fn run(install: &str, verify: &str) -> (Output, TempDir) {
         0,
         "files are left"
     );
-    (output, folder)
+    (output, dir)
 }
 
-fn has_second_part(folder: &TempDir) -> bool {
-    let calls = fs::read_to_string(folder.path().join("calls")).unwrap();
+fn has_second_part(dir: &TempDir) -> bool {
+    let calls = fs::read_to_string(dir.path().join("calls")).unwrap();
     calls.lines().any(|call| call.starts_with("verify --only "))
 }
 
 #[test]
 fn ci_runs_its_second_part_after_a_successful_first_part() {
-    let (output, folder) = run(":", ":");
+    let (output, dir) = run(":", ":");
     assert!(output.status.success(), "{output:?}");
-    assert!(has_second_part(&folder));
+    assert!(has_second_part(&dir));
 }
 
 #[test]
 fn ci_exits_with_the_first_failure() {
     for (install, verify) in [("echo no such crate; exit 101", ":"), (":", "exit 3")] {
-        let (output, folder) = run(install, verify);
+        let (output, dir) = run(install, verify);
         assert_eq!(output.status.code(), Some(1), "{output:?}");
-        assert!(!has_second_part(&folder));
-        let said = String::from_utf8_lossy(&output.stderr);
-        let is_told = said.lines().any(|line| line == "no such crate");
-        assert_eq!(is_told, install != ":", "{said}");
+        assert!(!has_second_part(&dir));
+        let text = String::from_utf8_lossy(&output.stderr);
+        let is_told = text.lines().any(|line| line == "no such crate");
+        assert_eq!(is_told, install != ":", "{text}");
     }
 }
 
@@ -97,14 +97,14 @@ fn is_running(process: &str) -> bool {
 fn ending_a_ci_run_ends_its_processes() {
     let install = "echo $$ >\"$STUB/new\"; mv \"$STUB/new\" \"$STUB/process\"; exec sleep 600";
     let verify = "until [ -e \"$STUB/process\" ]; do sleep 0.01; done; kill -TERM $PPID";
-    let (output, folder) = run(install, verify);
+    let (output, dir) = run(install, verify);
     assert!(!output.status.success(), "{output:?}");
-    assert!(!has_second_part(&folder));
-    let process = fs::read_to_string(folder.path().join("process")).unwrap();
-    let mut looks = 0;
+    assert!(!has_second_part(&dir));
+    let process = fs::read_to_string(dir.path().join("process")).unwrap();
+    let mut reads = 0;
     while is_running(process.trim()) {
-        looks += 1;
-        assert!(looks < 18_000, "cargo-deny is built still");
+        reads += 1;
+        assert!(reads < 18_000, "cargo-deny is built still");
         sleep(Duration::from_millis(10));
     }
 }

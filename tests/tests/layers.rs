@@ -27,15 +27,15 @@ struct Crate {
 }
 
 impl Crate {
-    fn read(folder: &Path) -> Self {
+    fn read(dir: &Path) -> Self {
         let mut read = Self::default();
-        read.read_file(&folder.join("lib.rs"), &[]);
-        read.read_folder(folder, &[]);
+        read.read_file(&dir.join("lib.rs"), &[]);
+        read.read_sources(dir, &[]);
         read
     }
 
-    fn read_folder(&mut self, folder: &Path, module: &[String]) {
-        for entry in fs::read_dir(folder).unwrap() {
+    fn read_sources(&mut self, dir: &Path, module: &[String]) {
+        for entry in fs::read_dir(dir).unwrap() {
             let path = entry.unwrap().path();
             let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
             let child: Place = module.iter().cloned().chain([name.clone()]).collect();
@@ -45,7 +45,7 @@ impl Crate {
                 continue;
             }
             match (path.is_dir(), name.as_str()) {
-                (true, _) => self.read_folder(&path, &child),
+                (true, _) => self.read_sources(&path, &child),
                 (false, "mod") => self.read_file(&path, module),
                 (false, _) => self.read_file(&path, &child),
             }
@@ -87,7 +87,7 @@ impl Crate {
     }
 
     /// Returns the imports in each directory. A re-exported name counts as an import from its original module.
-    fn folders(&self) -> BTreeMap<Place, Imports> {
+    fn dirs(&self) -> BTreeMap<Place, Imports> {
         let mut exported = BTreeMap::new();
         for (module, path) in &self.imported {
             if let Some(path) = self.absolute(module, path)
@@ -98,7 +98,7 @@ impl Crate {
                 exported.insert((module.clone(), name.clone()), from);
             }
         }
-        let mut folders: BTreeMap<Place, Imports> = BTreeMap::new();
+        let mut dirs: BTreeMap<Place, Imports> = BTreeMap::new();
         for (from, path) in &self.paths {
             let Some(path) = self.absolute(from, path) else {
                 continue;
@@ -108,11 +108,11 @@ impl Crate {
             let to = exported.get(&(to.clone(), name)).unwrap_or(&to);
             let common = from.iter().zip(to).take_while(|(a, b)| a == b).count();
             if let (Some(one), Some(other)) = (from.get(common), to.get(common)) {
-                let folder = folders.entry(from[..common].to_vec()).or_default();
-                folder.entry(one.clone()).or_default().insert(other.clone());
+                let dir = dirs.entry(from[..common].to_vec()).or_default();
+                dir.entry(one.clone()).or_default().insert(other.clone());
             }
         }
-        folders
+        dirs
     }
 }
 
@@ -247,9 +247,9 @@ fn no_modules_import_each_other() {
     ] {
         let read = Crate::read(&house.join(name).join("src"));
         assert!(!read.modules.is_empty(), "{name}");
-        for (folder, imports) in read.folders() {
-            let folder = folder.join("/");
-            assert_eq!(find_cycle(&imports), None, "{name}, folder \"{folder}\"");
+        for (dir, imports) in read.dirs() {
+            let dir = dir.join("/");
+            assert_eq!(find_cycle(&imports), None, "{name}, folder \"{dir}\"");
         }
     }
 }
@@ -269,10 +269,10 @@ fn re_exports_are_followed_to_their_module() {
         .push((place("pair::seat"), place("crate::pair::core::Core")));
     read.paths
         .push((place("pair::seat"), place("std::sync::Arc")));
-    let folders = read.folders();
-    assert_eq!(folders.len(), 1);
+    let dirs = read.dirs();
+    assert_eq!(dirs.len(), 1);
     assert_eq!(
-        find_cycle(&folders[&place("pair")]),
+        find_cycle(&dirs[&place("pair")]),
         Some(vec!["core", "seat"])
     );
 }

@@ -27,27 +27,27 @@ pub fn pause_all<R>(
     let places: Vec<usize> = (0..count).collect();
     let mut slow = Vec::new();
     let mut others = Vec::new();
-    let mut resting = Vec::new();
+    let mut quiesced = Vec::new();
     for (place, result) in places.iter().zip(ask(&places, PAUSE_TIMEOUT)) {
         match result {
             Ok(one) => {
                 others.push(*place);
-                resting.push(one);
+                quiesced.push(one);
             }
             Err(_) => slow.push(*place),
         }
     }
     if slow.is_empty() {
-        return Ok(resting);
+        return Ok(quiesced);
     }
     // All functions run again. If a slow function cannot be paused even alone, the attempt fails.
-    drop(resting);
+    drop(quiesced);
     for place in &slow {
         drop(pause_some(&[*place], SLOW_PAUSE_TIMEOUT, &mut ask)?);
     }
-    let mut resting = pause_some(&slow, SLOW_PAUSE_TIMEOUT, &mut ask)?;
-    resting.extend(pause_some(&others, PAUSE_TIMEOUT, &mut ask)?);
-    Ok(resting)
+    let mut quiesced = pause_some(&slow, SLOW_PAUSE_TIMEOUT, &mut ask)?;
+    quiesced.extend(pause_some(&others, PAUSE_TIMEOUT, &mut ask)?);
+    Ok(quiesced)
 }
 
 /// Pauses the functions at the given indices. If one of them cannot be paused, returns its index and the reason, and the others
@@ -81,15 +81,15 @@ mod tests {
     }
 
     impl SimulatedFunctions {
-        fn new(needs: &[Option<u64>]) -> Rc<Self> {
+        fn new(times: &[Option<u64>]) -> Rc<Self> {
             Rc::new(Self {
                 now: Cell::default(),
-                quiesce_times: needs
+                quiesce_times: times
                     .iter()
                     .map(|need| need.map(Duration::from_millis))
                     .collect(),
-                quiescing_since: RefCell::new(vec![None; needs.len()]),
-                longest_pauses: RefCell::new(vec![Duration::ZERO; needs.len()]),
+                quiescing_since: RefCell::new(vec![None; times.len()]),
+                longest_pauses: RefCell::new(vec![Duration::ZERO; times.len()]),
             })
         }
 
@@ -103,13 +103,15 @@ mod tests {
                 .iter()
                 .map(|place| self.quiesce_times[*place].unwrap_or(time).min(time));
             self.now.set(begun + longest.max().unwrap_or_default());
-            let rest = |place: &usize| {
+            let quiesce_one = |place: &usize| {
                 self.quiescing_since.borrow_mut()[*place] = Some(begun);
-                let rests = QuiescedFunction(self.clone(), *place);
+                let quiesced = QuiescedFunction(self.clone(), *place);
                 let is_in_time = self.quiesce_times[*place].is_some_and(|need| need <= time);
-                is_in_time.then_some(rests).ok_or_else(|| "late".to_owned())
+                is_in_time
+                    .then_some(quiesced)
+                    .ok_or_else(|| "late".to_owned())
             };
-            places.iter().map(rest).collect()
+            places.iter().map(quiesce_one).collect()
         }
 
         /// Quiesces all functions. Returns the result, and the longest pause of each function in milliseconds.
@@ -118,7 +120,7 @@ mod tests {
                 self.quiesce(places, time)
             });
             let result = result
-                .map(|resting| resting.iter().map(|rests| rests.1).collect())
+                .map(|quiesced| quiesced.iter().map(|function| function.1).collect())
                 .map_err(|(place, _)| place);
             let stood = self.longest_pauses.borrow();
             (result, stood.iter().map(Duration::as_millis).collect())
@@ -157,9 +159,9 @@ mod tests {
     fn slow_drives_quiesce_before_others() {
         let (result, stood) =
             SimulatedFunctions::new(&[Some(3), Some(2500), Some(1), Some(700)]).quiesce_all();
-        let mut rested = result.unwrap();
-        rested.sort_unstable();
-        assert_eq!(rested, [0, 1, 2, 3]);
+        let mut quiesced = result.unwrap();
+        quiesced.sort_unstable();
+        assert_eq!(quiesced, [0, 1, 2, 3]);
         assert!([0, 2].iter().all(|place| stood[*place] <= 100), "{stood:?}");
         let (result, stood) = SimulatedFunctions::new(&[Some(3), Some(2)]).quiesce_all();
         assert_eq!(result, Ok(vec![0, 1]));

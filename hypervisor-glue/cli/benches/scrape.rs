@@ -67,9 +67,9 @@ fn main() {
     });
     println!("text of {FUNCTIONS} functions with {QUEUES} queues each: {time:?}, {size} bytes");
 
-    let folder = tempfile::tempdir().expect("a folder");
-    let server = Server::start(folder.path());
-    let socket = folder.path().join("m.sock");
+    let dir = tempfile::tempdir().expect("a folder");
+    let server = Server::start(dir.path());
+    let socket = dir.path().join("m.sock");
     let time = median(|| {
         thread::sleep(ROUND_PAUSE);
         let start = Instant::now();
@@ -80,7 +80,7 @@ fn main() {
         "scrape of a server with {FUNCTIONS} functions without guests: {time:?}, {size} bytes"
     );
 
-    let mut guest = Guest::attach(&folder.path().join("0.sock"));
+    let mut guest = Guest::attach(&dir.path().join("0.sock"));
     guest.read("alone");
     thread::scope(|scope| {
         let reads = scope.spawn(|| guest.read("beside scrapes"));
@@ -226,17 +226,17 @@ fn queue(qid: u16, number: u64) -> QueueStats {
 struct Server(Child);
 
 impl Server {
-    fn start(folder: &Path) -> Self {
+    fn start(dir: &Path) -> Self {
         let mut file = String::new();
         for number in 0..FUNCTIONS {
             writeln!(
                 file,
                 "[[function]]\nsocket = \"{}/{number}.sock\"\npath = \"null:1T\"\nrange = \"{number}G+1G\"\nid = \"f{number}\"",
-                folder.display()
+                dir.display()
             )
             .expect("a string");
         }
-        fs::write(folder.join("functions.toml"), file).expect("a file");
+        fs::write(dir.join("functions.toml"), file).expect("a file");
         let mut serve = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"));
         serve
             .args([
@@ -247,7 +247,7 @@ impl Server {
                 "functions.toml",
             ])
             .args(["--metrics", "unix:m.sock"])
-            .current_dir(folder)
+            .current_dir(dir)
             .stdin(Stdio::null())
             .stdout(Stdio::piped());
         let mut server = Self(serve.spawn().expect("a server"));

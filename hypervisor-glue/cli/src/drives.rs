@@ -39,20 +39,20 @@ pub struct HostDrive {
     pub in_the_way: Vec<String>,
 }
 
-/// Returns the host's NVMe functions. `served` are the statistics of the running server's drives, which are copied into the
-/// result.
+/// Returns the host's NVMe functions. `served_drives` are the statistics of the running server's drives, which are copied into
+/// the result.
 ///
 /// # Errors
 /// The kernel does not report required information.
 pub fn list_drives(
     root: &HostRoot,
-    served: &[DriveStats],
+    served_drives: &[DriveStats],
 ) -> Result<Vec<HostDrive>, PciFunctionError> {
     PciFunction::list(root)?
         .iter()
         .map(|function| {
             let is_it = |drive: &&DriveStats| drive.path.parse() == Ok(function.address);
-            describe_function(root, function, served.iter().find(is_it))
+            describe_function(root, function, served_drives.iter().find(is_it))
         })
         .collect()
 }
@@ -60,16 +60,16 @@ pub fn list_drives(
 fn describe_function(
     root: &HostRoot,
     function: &PciFunction,
-    served: Option<&DriveStats>,
+    drive: Option<&DriveStats>,
 ) -> Result<HostDrive, PciFunctionError> {
     let controller = function.controller.as_ref();
-    let namespaces = match (served, controller) {
-        (Some(served), _) => Some(served.namespaces.clone()),
+    let namespaces = match (drive, controller) {
+        (Some(drive), _) => Some(drive.namespaces.clone()),
         (None, Some(controller)) => Some(namespaces(controller)),
         (None, None) => None,
     };
-    let model = served
-        .map(|served| served.model.clone())
+    let model = drive
+        .map(|drive| drive.model.clone())
         .or_else(|| controller.map(|controller| controller.model.clone()));
     Ok(HostDrive {
         address: function.address.to_string(),
@@ -80,9 +80,9 @@ fn describe_function(
         iommu_group: function.iommu_group.as_ref().map(|group| group.number),
         numa_node: function.numa_node,
         namespaces,
-        queue_pairs: served.and_then(|served| served.queue_pairs),
-        served: served.is_some(),
-        in_the_way: match served {
+        queue_pairs: drive.and_then(|drive| drive.queue_pairs),
+        served: drive.is_some(),
+        in_the_way: match drive {
             Some(_) => Vec::new(),
             None => find_obstacles(root, function)?,
         },
@@ -254,7 +254,7 @@ mod tests {
              \x20 driver vfio-pci, IOMMU group 7\n\
              \x20 ready: serve it with path=0000:01:00.0\n"
         );
-        let served = HostDrive {
+        let drive = HostDrive {
             queue_pairs: Some(QueuePairStats {
                 total: 31,
                 reserved: 2,
@@ -267,10 +267,10 @@ mod tests {
             ..unknown
         };
         assert!(
-            served.to_string().ends_with(
+            drive.to_string().ends_with(
                 "  no namespace\n  queue pairs: 24 of 31 free; 2 reserved, 4 leased to one queue each, 1 shared\n  served\n"
             ),
-            "{served}"
+            "{drive}"
         );
     }
 

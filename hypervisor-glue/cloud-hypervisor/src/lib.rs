@@ -148,8 +148,8 @@ fn stage(changes: &[FileChange<'_>], staged: &mut Vec<PathBuf>) -> Result<(), Ap
                 .unwrap_or_default()
                 .to_string_lossy();
             let path = change.path.with_file_name(format!(".{name}.patch-vmm"));
-            if let Some(folder) = path.parent() {
-                fs::create_dir_all(folder)?;
+            if let Some(dir) = path.parent() {
+                fs::create_dir_all(dir)?;
             }
             staged.push(path.clone());
             // An interrupted earlier run may have left this file.

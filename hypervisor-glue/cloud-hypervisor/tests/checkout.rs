@@ -33,20 +33,20 @@ fn patch() -> Patch {
 }
 
 fn checkout() -> TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    fs::create_dir(folder.path().join("src")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("src")).unwrap();
     for name in ["src/a.rs", "tool.sh"] {
-        fs::write(folder.path().join(name), OLD).unwrap();
+        fs::write(dir.path().join(name), OLD).unwrap();
     }
-    let tool = folder.path().join("tool.sh");
+    let tool = dir.path().join("tool.sh");
     fs::set_permissions(tool, fs::Permissions::from_mode(0o755)).unwrap();
-    folder
+    dir
 }
 
 /// Returns all files below a directory, with their modes and contents.
-fn files(folder: &Path) -> BTreeMap<PathBuf, (u32, Vec<u8>)> {
+fn files(dir: &Path) -> BTreeMap<PathBuf, (u32, Vec<u8>)> {
     let mut files = BTreeMap::new();
-    for entry in fs::read_dir(folder).unwrap() {
+    for entry in fs::read_dir(dir).unwrap() {
         let entry = entry.unwrap();
         let path = entry.path();
         match entry.file_type().unwrap().is_dir() {
@@ -62,11 +62,11 @@ fn files(folder: &Path) -> BTreeMap<PathBuf, (u32, Vec<u8>)> {
 
 #[test]
 fn a_checkout_of_the_version_is_patched_as_a_whole() {
-    let folder = checkout();
-    assert_eq!(patch().apply(folder.path()).unwrap(), 3);
-    let files = files(folder.path());
+    let dir = checkout();
+    assert_eq!(patch().apply(dir.path()).unwrap(), 3);
+    let files = files(dir.path());
     let content = |name: &str| {
-        let (mode, content) = &files[&folder.path().join(name)];
+        let (mode, content) = &files[&dir.path().join(name)];
         (mode & 0o777, String::from_utf8_lossy(content).into_owned())
     };
     assert_eq!(content("src/a.rs").1, NEW);
@@ -74,16 +74,16 @@ fn a_checkout_of_the_version_is_patched_as_a_whole() {
     assert_eq!(content("tool.sh"), (0o755, NEW.to_owned()));
     assert_eq!(files.len(), 3, "{files:?}");
     // Applying the patch again changes nothing.
-    assert_eq!(patch().apply(folder.path()).unwrap(), 0);
+    assert_eq!(patch().apply(dir.path()).unwrap(), 0);
 }
 
 #[test]
 fn an_interrupted_patch_is_completed() {
-    let folder = checkout();
-    fs::write(folder.path().join("src/a.rs"), NEW).unwrap();
-    fs::write(folder.path().join(".tool.sh.patch-vmm"), "ze").unwrap();
-    assert_eq!(patch().apply(folder.path()).unwrap(), 2);
-    assert_eq!(files(folder.path()).len(), 3);
+    let dir = checkout();
+    fs::write(dir.path().join("src/a.rs"), NEW).unwrap();
+    fs::write(dir.path().join(".tool.sh.patch-vmm"), "ze").unwrap();
+    assert_eq!(patch().apply(dir.path()).unwrap(), 2);
+    assert_eq!(files(dir.path()).len(), 3);
 }
 
 /// Covers checkouts of another version, and checkouts that the user has changed.
@@ -91,45 +91,45 @@ fn an_interrupted_patch_is_completed() {
 fn differing_files_are_refused_by_name_without_changes() {
     type Edit = fn(&Path);
     let edits: [(&str, Edit); 6] = [
-        ("src/a.rs differs", |folder| {
-            fs::write(folder.join("src/a.rs"), "one\ntwo\nthree!\n").unwrap();
+        ("src/a.rs differs", |dir| {
+            fs::write(dir.join("src/a.rs"), "one\ntwo\nthree!\n").unwrap();
         }),
-        ("tool.sh differs", |folder| {
-            fs::write(folder.join("tool.sh"), "one\r\ntwo\r\nthree\r\n").unwrap();
+        ("tool.sh differs", |dir| {
+            fs::write(dir.join("tool.sh"), "one\r\ntwo\r\nthree\r\n").unwrap();
         }),
-        ("tool.sh is not there", |folder| {
-            fs::remove_file(folder.join("tool.sh")).unwrap();
+        ("tool.sh is not there", |dir| {
+            fs::remove_file(dir.join("tool.sh")).unwrap();
         }),
-        ("src/a/new.rs is there", |folder| {
-            fs::create_dir(folder.join("src/a")).unwrap();
-            fs::write(folder.join("src/a/new.rs"), "").unwrap();
+        ("src/a/new.rs is there", |dir| {
+            fs::create_dir(dir.join("src/a")).unwrap();
+            fs::write(dir.join("src/a/new.rs"), "").unwrap();
         }),
-        ("tool.sh cannot be patched", |folder| {
-            fs::remove_file(folder.join("tool.sh")).unwrap();
-            std::os::unix::fs::symlink("src/a.rs", folder.join("tool.sh")).unwrap();
+        ("tool.sh cannot be patched", |dir| {
+            fs::remove_file(dir.join("tool.sh")).unwrap();
+            std::os::unix::fs::symlink("src/a.rs", dir.join("tool.sh")).unwrap();
         }),
-        ("new.rs cannot be patched", |folder| {
-            fs::write(folder.join("src/a"), "a file where a folder is to be").unwrap();
+        ("new.rs cannot be patched", |dir| {
+            fs::write(dir.join("src/a"), "a file where a folder is to be").unwrap();
         }),
     ];
     for (expected, edit) in edits {
-        let folder = checkout();
-        edit(folder.path());
-        let before = files(folder.path());
-        let error = patch().apply(folder.path()).unwrap_err().to_string();
+        let dir = checkout();
+        edit(dir.path());
+        let before = files(dir.path());
+        let error = patch().apply(dir.path()).unwrap_err().to_string();
         assert!(error.contains(expected), "{expected}: {error}");
         assert!(error.starts_with("Nothing was changed"), "{error}");
-        assert_eq!(files(folder.path()), before, "{expected}");
+        assert_eq!(files(dir.path()), before, "{expected}");
     }
 }
 
 #[test]
 fn all_files_that_differ_are_named_at_once() {
-    let folder = checkout();
+    let dir = checkout();
     for name in ["src/a.rs", "tool.sh"] {
-        fs::write(folder.path().join(name), "").unwrap();
+        fs::write(dir.path().join(name), "").unwrap();
     }
-    let Err(ApplyError::Differ(files)) = patch().apply(folder.path()) else {
+    let Err(ApplyError::Differ(files)) = patch().apply(dir.path()) else {
         panic!("refused");
     };
     assert_eq!(files.len(), 2, "{files:?}");
@@ -137,13 +137,13 @@ fn all_files_that_differ_are_named_at_once() {
 
 #[test]
 fn a_patch_that_does_not_lead_to_its_result_is_refused() {
-    let folder = checkout();
-    let before = files(folder.path());
+    let dir = checkout();
+    let before = files(dir.path());
     let text = text().replacen("@@ -2,0 +4,2 @@", "@@ -1,0 +3,2 @@", 1);
-    let error = Patch::parse(&text).unwrap().apply(folder.path());
+    let error = Patch::parse(&text).unwrap().apply(dir.path());
     let error = error.unwrap_err().to_string();
     assert!(error.contains("src/a.rs would not become"), "{error}");
-    assert_eq!(files(folder.path()), before);
+    assert_eq!(files(dir.path()), before);
 }
 
 #[test]
@@ -171,9 +171,9 @@ fn patches_with_foreign_lines_are_refused() {
 #[test]
 fn the_patch_of_this_project_is_read_and_refuses_another_checkout() {
     let patch = Patch::parse(CLOUD_HYPERVISOR).unwrap();
-    let folder = checkout();
-    let before = files(folder.path());
-    let Err(ApplyError::Differ(named)) = patch.apply(folder.path()) else {
+    let dir = checkout();
+    let before = files(dir.path());
+    let Err(ApplyError::Differ(named)) = patch.apply(dir.path()) else {
         panic!("refused");
     };
     assert!(
@@ -181,7 +181,7 @@ fn the_patch_of_this_project_is_read_and_refuses_another_checkout() {
             .iter()
             .any(|line| line == "vmm/src/vm.rs is not there")
     );
-    assert_eq!(files(folder.path()), before);
+    assert_eq!(files(dir.path()), before);
 }
 
 proptest! {

@@ -40,15 +40,15 @@ import (
 )
 
 const (
-	// patience is the timeout of each wait. It exceeds any delay of a busy machine.
-	patience = 15 * time.Minute
-	pause    = 50 * time.Millisecond
+	// timeout is the timeout of each wait. It exceeds any delay of a busy machine.
+	timeout = 15 * time.Minute
+	pause   = 50 * time.Millisecond
 	// tenants is the namespace of the pods with claims, which the examples use as well.
 	tenants = "default"
 	// driverImage is the image of the driver that the manifest names.
 	driverImage = "nvme-mpt-dra:0.1"
-	cdiFolder   = "/var/run/cdi"
-	stateFolder = "/var/lib/nvme-mpt"
+	cdiDir      = "/var/run/cdi"
+	stateDir    = "/var/lib/nvme-mpt"
 	gib         = 1 << 30
 	// serverUser is the user id with which the server runs, as in the Debian package.
 	serverUser = 64001
@@ -104,16 +104,16 @@ func theCluster(t *testing.T) *cluster {
 }
 
 func start() (*cluster, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
 	c := &cluster{server: &server.Server{
-		Binary: filepath.Join(image, "nvme-mpt"), StateDir: stateFolder, Unit: gib, Question: patience, Change: patience,
+		Binary: filepath.Join(image, "nvme-mpt"), StateDir: stateDir, Unit: gib, Question: timeout, Change: timeout,
 	}}
 	if err := c.serve(); err != nil {
 		return nil, err
 	}
 	runtime, err := cri.Start(plane.RuntimeSocket, cri.Options{
-		CDI: cdiFolder, Socket: node.SocketName, Image: image,
+		CDI: cdiDir, Socket: node.SocketName, Image: image,
 		Programs: map[string]string{driverImage: "nvme-mpt-dra"},
 		Created: func(number int) {
 			if call := c.created.Load(); call != nil {
@@ -166,8 +166,8 @@ func start() (*cluster, error) {
 
 // serve starts `nvme-mpt serve` with the right to give sockets to other users, which the parameter `owner` of a claim requires.
 func (c *cluster) serve() error {
-	err := errors.Join(os.Mkdir(stateFolder, 0o700), os.Chown(stateFolder, serverUser, serverUser))
-	arguments := []string{"serve", "--state-dir", stateFolder}
+	err := errors.Join(os.Mkdir(stateDir, 0o700), os.Chown(stateDir, serverUser, serverUser))
+	arguments := []string{"serve", "--state-dir", stateDir}
 	for _, drive := range []drive{large, small} {
 		err = errors.Join(err, os.WriteFile(drive.path, nil, 0o600),
 			os.Truncate(drive.path, drive.bytes), os.Chown(drive.path, serverUser, serverUser))
@@ -229,7 +229,7 @@ func (c *cluster) apply(ctx context.Context, path string) error {
 
 // wait waits until the condition returns no error.
 func (c *cluster) wait(ctx context.Context, what string, is func() error) error {
-	for deadline := time.Now().Add(patience); ; {
+	for deadline := time.Now().Add(timeout); ; {
 		missing := is()
 		if missing == nil {
 			return nil
@@ -354,14 +354,14 @@ func (c *cluster) agree(ctx context.Context) error {
 			allocated[names.Lease(claim.UID, index)] = use{result.Device, size.Value()}
 		}
 	}
-	rooms, err := c.server.Rooms(ctx)
+	capacities, err := c.server.Capacities(ctx)
 	if err != nil {
 		return err
 	}
 	leased := map[string]use{}
-	for _, room := range rooms {
-		for _, part := range room.Uses {
-			leased[part.ID] = use{devices.Name(room.Drive), part.Bytes}
+	for _, capacity := range capacities {
+		for _, part := range capacity.Uses {
+			leased[part.ID] = use{devices.Name(capacity.Drive), part.Bytes}
 		}
 	}
 	if fmt.Sprint(allocated) != fmt.Sprint(leased) {
@@ -376,9 +376,9 @@ func (c *cluster) clean(ctx context.Context) error {
 	all, err2 := (claims.Cluster{Client: c.client}).List(ctx)
 	functions, err3 := c.server.Functions(ctx)
 	leases, err4 := c.server.Leases(ctx)
-	rooms, err5 := c.server.Rooms(ctx)
-	files, err6 := filepath.Glob(filepath.Join(cdiFolder, "*"))
-	sockets, err7 := filepath.Glob(filepath.Join(stateFolder, "claims", "*"))
+	capacities, err5 := c.server.Capacities(ctx)
+	files, err6 := filepath.Glob(filepath.Join(cdiDir, "*"))
+	sockets, err7 := filepath.Glob(filepath.Join(stateDir, "claims", "*"))
 	if err := errors.Join(err1, err2, err3, err4, err5, err6, err7); err != nil {
 		return err
 	}
@@ -396,9 +396,9 @@ func (c *cluster) clean(ctx context.Context) error {
 			left = append(left, fmt.Sprintf("%d %s", found.number, found.what))
 		}
 	}
-	for _, room := range rooms {
-		if room.Free != room.Bytes || len(room.Uses) > 0 {
-			left = append(left, fmt.Sprintf("%d of %d bytes free, uses %v", room.Free, room.Bytes, room.Uses))
+	for _, capacity := range capacities {
+		if capacity.Free != capacity.Bytes || len(capacity.Uses) > 0 {
+			left = append(left, fmt.Sprintf("%d of %d bytes free, uses %v", capacity.Free, capacity.Bytes, capacity.Uses))
 		}
 	}
 	if len(left) > 0 {

@@ -101,7 +101,7 @@ func (c *cluster) as(t *testing.T, account string) kubernetes.Interface {
 	if len(pods.Items) != 1 {
 		t.Fatalf("there are %d pods of %s", len(pods.Items), account)
 	}
-	pattern := filepath.Join(plane.KubeletFolder, "pods", string(pods.Items[0].UID), "volumes", "kubernetes.io~projected", "*", "token")
+	pattern := filepath.Join(plane.KubeletDir, "pods", string(pods.Items[0].UID), "volumes", "kubernetes.io~projected", "*", "token")
 	tokens, err := filepath.Glob(pattern)
 	must(t, err)
 	if len(tokens) != 1 {

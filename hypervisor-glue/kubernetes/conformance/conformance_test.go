@@ -26,13 +26,13 @@ import (
 
 const gib = 1 << 30
 
-// patience is the timeout for the controller. It exceeds any delay of a busy machine.
-const patience = 3 * time.Minute
+// timeout is the timeout for the controller. It exceeds any delay of a busy machine.
+const timeout = 3 * time.Minute
 
 func published(free int64, gone bool, warning server.Warnings) []resourceapi.Device {
 	return devices.Of(devices.Facts{
 		Drives:     []server.Drive{{Path: "0000:01:00.0", Model: "Fast", Gone: gone, CriticalWarning: warning, QueuePairs: &server.QueuePairs{Total: 32}}, {Path: "/srv/a.img"}},
-		Rooms:      []server.Room{{Drive: "0000:01:00.0", LBABytes: 512, Unit: gib, Free: free}, {Drive: "/srv/a.img", LBABytes: 512, Unit: gib, Free: free}},
+		Capacities: []server.DriveCapacity{{Drive: "0000:01:00.0", LBABytes: 512, Unit: gib, Free: free}, {Drive: "/srv/a.img", LBABytes: 512, Unit: gib, Free: free}},
 		HostDrives: []server.HostDrive{{Address: "0000:01:00.0", NUMANode: new(int64)}},
 		IsCounted:  func(string) bool { return true },
 	}, devices.Rates{IOPS: devices.Rate{Total: 1_000_000}, Bandwidth: devices.Rate{Total: 6 * gib, Default: gib}})
@@ -134,7 +134,7 @@ func TestAClaimStaysAllocatedAsLongAsItIsHeld(t *testing.T) {
 		// awaitClaim waits until the controller has changed the claim so that the condition is true, and returns the claim.
 		awaitClaim := func(what string, is func(*resourceapi.ResourceClaim) bool) *resourceapi.ResourceClaim {
 			t.Helper()
-			for deadline := time.Now().Add(patience); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+			for deadline := time.Now().Add(timeout); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 				claim, err := cluster.Get(ctx, "default", "disk")
 				if err != nil {
 					t.Fatal(err)

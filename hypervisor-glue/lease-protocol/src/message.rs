@@ -185,9 +185,9 @@ pub(crate) enum VectorChange {
     Clear,
 }
 
-/// Reply to [`BackendRequest::io_doorbells`](crate::call::BackendRequest::io_doorbells). Descriptors: the eventfds that wake the new pollers, in the order of
-/// [`Self::new_bells`]. If a reply has [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX) descriptors, it may lack doorbells, so the
-/// VMM sends the request again.
+/// Reply to [`BackendRequest::io_doorbells`](crate::call::BackendRequest::io_doorbells). Descriptors: the eventfds that wake
+/// the new pollers, in the order of [`Self::new_bells`]. If a reply has [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX)
+/// descriptors, it may lack doorbells, so the VMM sends the request again.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct IoDoorbellsReply {
     pub(crate) are_buffered: bool,
@@ -198,7 +198,8 @@ pub(crate) struct IoDoorbellsReply {
     pub(crate) new_bells: Vec<u64>,
 }
 
-/// Reply to [`BackendRequest::take_dirty_pages`](crate::call::BackendRequest::take_dirty_pages). The ranges may need several replies.
+/// Reply to [`BackendRequest::take_dirty_pages`](crate::call::BackendRequest::take_dirty_pages). The ranges may need several
+/// replies.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DirtyPages {
     pub(crate) ranges: Vec<DirtyRange>,

@@ -40,10 +40,10 @@ impl<W: Write + Send + 'static> ThreadedOutput<W> {
         let Some(mut out) = self.out.take() else {
             return Ok(());
         };
-        let (texts, inbox) = channel::<Vec<u8>>();
+        let (texts, receiver) = channel::<Vec<u8>>();
         let (outbox, results) = channel();
         let write = move || {
-            for text in inbox {
+            for text in receiver {
                 let written = out.write_all(&text).and_then(|()| out.flush());
                 // The send fails only while the process exits.
                 let _ = outbox.send(written);

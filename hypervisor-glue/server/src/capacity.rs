@@ -35,7 +35,7 @@ impl DriveCapacity {
         ledgers: &LeaseLedgers,
         unit: Option<NonZeroU64>,
     ) -> Result<Self, LeaseError> {
-        let (unit, room) = ledgers.capacity(drive, unit)?;
+        let (unit, free) = ledgers.capacity(drive, unit)?;
         let namespace = drive.namespace();
         Ok(Self {
             drive: drive.path().to_string(),
@@ -43,7 +43,7 @@ impl DriveCapacity {
             bytes: namespace.blocks << namespace.lba_shift,
             lba_bytes: 1 << namespace.lba_shift,
             unit,
-            capacity: room,
+            capacity: free,
         })
     }
 }
@@ -61,7 +61,7 @@ mod tests {
             bytes: 2 << 30,
             leased,
         };
-        let room = DriveCapacity {
+        let capacity = DriveCapacity {
             drive: "0000:01:00.0".to_owned(),
             nsid: 1,
             bytes: (8 << 30) + 512,
@@ -72,12 +72,15 @@ mod tests {
                 uses: vec![used("a", true), used("b", false)],
             },
         };
-        let json = serde_json::to_value(&room).unwrap();
+        let json = serde_json::to_value(&capacity).unwrap();
         for key in ["nsid", "bytes", "lba_bytes", "unit", "free"] {
             assert!(json[key].is_u64(), "{key}");
         }
         assert_eq!(json["uses"][0]["id"], "a");
         assert_eq!(json["uses"][1]["leased"], false);
-        assert_eq!(serde_json::from_value::<DriveCapacity>(json).unwrap(), room);
+        assert_eq!(
+            serde_json::from_value::<DriveCapacity>(json).unwrap(),
+            capacity
+        );
     }
 }

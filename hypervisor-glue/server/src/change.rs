@@ -65,8 +65,9 @@ pub enum ChangeResult {
     Removed {
         /// The removed function.
         function: FunctionEntry,
-        /// Text of the error with which the function ended; `None` after a clean end.
-        trouble: Option<String>,
+        /// Error of the function's end, if any, as text.
+        #[serde(rename = "trouble")]
+        failure: Option<String>,
     },
     /// Result of [`FunctionChange::Limit`].
     Limited(FunctionEntry),

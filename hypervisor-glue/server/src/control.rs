@@ -623,16 +623,16 @@ pub fn listening_pid(path: &Path) -> Option<u32> {
     u32::try_from(peer.pid()).ok().filter(|number| *number != 0)
 }
 
-/// Waits until another process than `before` listens at `path`. `process` is the successor's id in the server's PID namespace,
+/// Waits until another process than `old_pid` listens at `path`. `process` is the successor's id in the server's PID namespace,
 /// which may not be the PID namespace of this process.
 ///
 /// # Errors
 /// [`ControlError::NotTakenOver`] if this takes more than 30 seconds.
-pub fn await_server(path: &Path, before: Option<u32>, process: u32) -> Result<(), ControlError> {
+pub fn await_server(path: &Path, old_pid: Option<u32>, process: u32) -> Result<(), ControlError> {
     let deadline = Deadline::after(&SystemClock::shared(), TAKEOVER_TIMEOUT);
     loop {
         let listens = listening_pid(path);
-        let is_next = listens.is_some() && before.is_some() && listens != before;
+        let is_next = listens.is_some() && old_pid.is_some() && listens != old_pid;
         if listens == Some(process) || is_next {
             return Ok(());
         }
@@ -690,7 +690,7 @@ pub fn query_capacity(
     unit: Option<NonZeroU64>,
 ) -> Result<Vec<DriveCapacity>, ControlError> {
     match send_request(path, &ControlRequest::Capacity { unit })? {
-        ControlAnswer::Capacity(room) => Ok(room),
+        ControlAnswer::Capacity(capacity) => Ok(capacity),
         other => Err(other.into_error(path)),
     }
 }
@@ -798,11 +798,11 @@ struct LineStream<'stream> {
 }
 
 impl<'stream> LineStream<'stream> {
-    fn new(stream: &'stream UnixStream, patience: Duration) -> io::Result<Self> {
+    fn new(stream: &'stream UnixStream, timeout: Duration) -> io::Result<Self> {
         stream.set_nonblocking(false)?;
         Ok(Self {
             stream,
-            deadline: Some(Deadline::after(&SystemClock::shared(), patience)),
+            deadline: Some(Deadline::after(&SystemClock::shared(), timeout)),
         })
     }
 
@@ -996,9 +996,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let server = server(&path);
-        for asked in 0..3 {
+        for request in 0..3 {
             let stats = query_stats(&path).unwrap();
-            assert_eq!(stats.functions[0].capacity_bytes, asked);
+            assert_eq!(stats.functions[0].capacity_bytes, request);
         }
         drop(server);
         assert!(!path.exists());
@@ -1042,17 +1042,17 @@ mod tests {
         let mut late: Vec<_> = (0..CLIENTS_MAX)
             .map(|_| UnixStream::connect(&path).unwrap())
             .collect();
-        for asked in 0..2 {
+        for request in 0..2 {
             let stats = query_stats(&path).unwrap();
-            assert_eq!(stats.functions[0].capacity_bytes, asked);
+            assert_eq!(stats.functions[0].capacity_bytes, request);
         }
         // The server closed this connection to make room for another client.
         assert_eq!(late[0].read(&mut [0]).unwrap(), 0);
-        for (asked, stream) in (2..).zip(late.drain(3..).rev()) {
+        for (request, stream) in (2..).zip(late.drain(3..).rev()) {
             (&stream).write_all(b"{\"command\":\"stats\"}\n").unwrap();
             let mut answer = String::new();
             BufReader::new(stream).read_line(&mut answer).unwrap();
-            let capacity = format!("\"capacity_bytes\":{asked}");
+            let capacity = format!("\"capacity_bytes\":{request}");
             assert!(answer.contains(&capacity), "{answer}");
         }
     }
@@ -1065,9 +1065,9 @@ mod tests {
         let (half, rest) = b"{\"command\":\"stats\"}\n".split_at(9);
         let mut late = UnixStream::connect(&path).unwrap();
         late.write_all(half).unwrap();
-        for asked in 0..2 {
+        for request in 0..2 {
             let stats = query_stats(&path).unwrap();
-            assert_eq!(stats.functions[0].capacity_bytes, asked);
+            assert_eq!(stats.functions[0].capacity_bytes, request);
         }
         late.write_all(rest).unwrap();
         let mut answer = String::new();
@@ -1095,9 +1095,9 @@ mod tests {
         late.write_all(&request).unwrap();
         // The server has sent the first byte of the answer.
         assert_eq!(late.read(&mut [0]).unwrap(), 1);
-        for asked in 0..2 {
+        for request_number in 0..2 {
             let stats = query_stats(&path).unwrap();
-            assert_eq!(stats.functions[0].capacity_bytes, asked);
+            assert_eq!(stats.functions[0].capacity_bytes, request_number);
         }
         let mut answer = "{".to_owned();
         BufReader::new(late).read_line(&mut answer).unwrap();
@@ -1122,9 +1122,9 @@ mod tests {
         let mut late = UnixStream::connect(&path).unwrap();
         late.write_all(&request).unwrap();
         assert_eq!(late.read(&mut [0]).unwrap(), 1);
-        for asked in 0..2 {
+        for request_number in 0..2 {
             let stats = query_stats(&path).unwrap();
-            assert_eq!(stats.functions[0].capacity_bytes, asked);
+            assert_eq!(stats.functions[0].capacity_bytes, request_number);
         }
         let mut answer = "{".to_owned();
         BufReader::new(late).read_line(&mut answer).unwrap();

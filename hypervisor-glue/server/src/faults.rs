@@ -184,7 +184,7 @@ mod tests {
     fn impossible_fault_requests_are_refused_with_a_reason() {
         let drives = drives();
         let plan = "[[fault]]\nkind = \"resize\"\nsize = \"2M\"\n";
-        for (request, said) in [
+        for (request, expected) in [
             (
                 inject("memory:2M", plan),
                 "no drive memory:2M; its drives with faults are: memory:1M",
@@ -207,7 +207,7 @@ mod tests {
             ),
         ] {
             let error = execute_request(&request, &drives).unwrap_err().to_string();
-            assert!(error.contains(said), "{said}: {error}");
+            assert!(error.contains(expected), "{expected}: {error}");
         }
     }
 }

@@ -110,10 +110,10 @@ impl FunctionHandle {
     }
 
     fn request_stats(&self) -> Option<Receiver<FunctionStats>> {
-        let (answer, figures) = mpsc::sync_channel(1);
+        let (answer, stats) = mpsc::sync_channel(1);
         self.requests.send(FunctionRequest::Stats(answer)).ok()?;
         self.control.wake();
-        Some(figures)
+        Some(stats)
     }
 
     /// Pauses all functions concurrently. Returns guards that keep the functions paused, and the host's time at which the
@@ -124,12 +124,12 @@ impl FunctionHandle {
     pub(crate) fn quiesce_all(
         handles: &[Self],
     ) -> Result<(Vec<QuiescedFunctionGuard>, Duration), (usize, String)> {
-        let mut asked = system::host_time();
-        let resting = pause_all(handles.len(), |places, time| {
-            asked = system::host_time();
+        let mut requested_at = system::host_time();
+        let paused = pause_all(handles.len(), |places, time| {
+            requested_at = system::host_time();
             Self::request_quiesce(handles, places, time)
         })?;
-        Ok((resting, asked))
+        Ok((paused, requested_at))
     }
 
     /// Asks each function to pause within `time`. A function that cannot pause in time continues.
@@ -148,7 +148,7 @@ impl FunctionHandle {
             handle.control.wake();
             sent.map(|()| result).map_err(|_| gone())
         };
-        let asked: Vec<_> = places.iter().map(ask).collect();
+        let requested_at: Vec<_> = places.iter().map(ask).collect();
         let wait = |result: Receiver<Result<QuiescedFunctionGuard, String>>| {
             // If a function answers after this timeout, its answer has no receiver, and the function continues.
             match result.recv_timeout(deadline.remaining()) {
@@ -159,9 +159,9 @@ impl FunctionHandle {
                 Err(RecvTimeoutError::Disconnected) => Err(gone()),
             }
         };
-        asked
+        requested_at
             .into_iter()
-            .map(|asked| asked.and_then(wait))
+            .map(|requested_at| requested_at.and_then(wait))
             .collect()
     }
 
@@ -205,7 +205,7 @@ impl FunctionThread {
             id: id.to_owned(),
             source,
         };
-        let (requests, inbox) = mpsc::channel();
+        let (requests, receiver) = mpsc::channel();
         let control = Arc::new(ControlLoop::new().map_err(thread_error)?);
         server.watch(&mut control.epoll()).map_err(thread_error)?;
         let events = server.device().function().events_fd().as_raw_fd();
@@ -214,7 +214,7 @@ impl FunctionThread {
             id: id.to_owned(),
             socket: server.path().to_owned(),
             server,
-            inbox,
+            receiver,
             control: control.clone(),
             checked_at: clock::monotonic(),
             unmask_eventfd: None,
@@ -292,7 +292,7 @@ struct FunctionThreadState<D: ControlledDevice> {
     id: String,
     socket: PathBuf,
     server: VfioUserServer<D>,
-    inbox: Receiver<FunctionRequest>,
+    receiver: Receiver<FunctionRequest>,
     control: Arc<ControlLoop>,
     /// Time of the last periodic check for events of the drive.
     checked_at: Duration,
@@ -345,7 +345,7 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
     }
 
     fn answer_requests(&mut self) {
-        while let Ok(request) = self.inbox.try_recv() {
+        while let Ok(request) = self.receiver.try_recv() {
             match request {
                 FunctionRequest::Quiesce(deadline, answer) => self.quiesce(&deadline, &answer),
                 FunctionRequest::Stats(answer) => {
@@ -371,9 +371,9 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
             return;
         }
         let committed = self.server.commit();
-        let (goes_on, end) = mpsc::channel();
+        let (running, end) = mpsc::channel();
         let result = match committed {
-            Ok(()) => Ok(QuiescedFunctionGuard { _resume: goes_on }),
+            Ok(()) => Ok(QuiescedFunctionGuard { _resume: running }),
             Err(error) => Err(report::chain(&error)),
         };
         // The channel holds one answer, so this does not block. If the requester has timed out, the guard is dropped here

@@ -33,10 +33,10 @@
 //! use vmm_device::{MsixMasking, NvmeFunction};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let folder = tempfile::tempdir()?;
+//! let dir = tempfile::tempdir()?;
 //! let value = |key: &str| (key == "path").then(|| "memory:64M".to_owned());
 //! let options = FunctionConfig::from_keys(value)?.options()?;
-//! let ledgers = LeaseLedgers::open(folder.path());
+//! let ledgers = LeaseLedgers::open(dir.path());
 //! let backend = open::open(&options, &ledgers, &PollerPool::new(), &AtomicBool::new(false))?;
 //! let function = NvmeFunction::new(Arc::new(backend), MsixMasking::Client);
 //! let mut device = NvmeDevice::new(function)?;
@@ -46,7 +46,7 @@
 //! device.read(RegionIndex::Config, 0x08, &mut class);
 //! assert_eq!(class[1..], [0x02, 0x08, 0x01]);
 //!
-//! let server = VfioUserServer::bind(folder.path().join("nvme0.sock"), device)?;
+//! let server = VfioUserServer::bind(dir.path().join("nvme0.sock"), device)?;
 //! println!("qemu-system-x86_64 {}", vmm_arguments::qemu_arguments("nvme0", server.path()));
 //! # Ok(())
 //! # }

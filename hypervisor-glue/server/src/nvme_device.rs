@@ -146,12 +146,12 @@ impl NvmeDevice {
     /// memory files that the function accepts.
     pub(crate) fn with_persistence(
         mut self,
-        kept: Arc<PersistedFunction>,
+        persisted: Arc<PersistedFunction>,
         memory: MemoryKinds,
     ) -> Self {
-        let supervisor = FunctionStateSaver(kept.clone());
+        let supervisor = FunctionStateSaver(persisted.clone());
         self.function.set_state_store(Box::new(supervisor));
-        self.persisted = Some(kept);
+        self.persisted = Some(persisted);
         self.memory_kinds = memory;
         self
     }
@@ -216,8 +216,8 @@ impl NvmeDevice {
     }
 
     /// Sets the pause of the guest, which ended with [`Self::restore`], for the statistics.
-    pub(crate) fn set_guest_pause(&mut self, stall: GuestPause) {
-        self.guest_pause = Some(stall);
+    pub(crate) fn set_guest_pause(&mut self, pause: GuestPause) {
+        self.guest_pause = Some(pause);
     }
 
     /// Returns the function.
@@ -253,8 +253,8 @@ impl NvmeDevice {
         self.interrupt_type = interrupts;
         self.unmask_eventfd = None;
         self.update_pin();
-        if let Some(kept) = &self.persisted {
-            kept.set_interrupts(interrupts);
+        if let Some(persisted) = &self.persisted {
+            persisted.set_interrupts(interrupts);
         }
     }
 
@@ -266,9 +266,9 @@ impl NvmeDevice {
             .next()
             .map(eventfd::from_client)
             .transpose()?;
-        if let Some(kept) = &self.persisted {
+        if let Some(persisted) = &self.persisted {
             let shared = eventfd.as_ref().map(eventfd::share).transpose()?;
-            kept.set_unmask_eventfd(shared.as_ref().map(AsFd::as_fd))?;
+            persisted.set_unmask_eventfd(shared.as_ref().map(AsFd::as_fd))?;
         }
         self.unmask_eventfd = eventfd.map(Arc::new);
         self.update_pin();
@@ -290,10 +290,10 @@ impl NvmeDevice {
             .map(eventfd::from_client)
             .collect::<io::Result<Vec<_>>>()?;
         self.switch_interrupt_type(interrupts);
-        if let Some(kept) = &self.persisted {
+        if let Some(persisted) = &self.persisted {
             let shared = eventfds.iter().map(eventfd::share);
             let shared = shared.collect::<io::Result<Vec<_>>>()?;
-            kept.store_eventfds(start, count, &shared)?;
+            persisted.store_eventfds(start, count, &shared)?;
         }
         if interrupts == InterruptType::Pin {
             // Connecting another eventfd has set the pin's level low, so the level is computed again.
@@ -320,8 +320,8 @@ impl NvmeDevice {
             IrqAction::Trigger => return vector.signal(),
         };
         vector.set_masked(masked);
-        if let Some(kept) = &self.persisted {
-            kept.set_masked(number, masked);
+        if let Some(persisted) = &self.persisted {
+            persisted.set_masked(number, masked);
         }
         if !masked && self.interrupt_type == InterruptType::Pin {
             self.function.on_end_of_interrupt();
@@ -345,8 +345,8 @@ impl NvmeDevice {
         for vector in self.function.vectors() {
             vector.clear_pending();
         }
-        if let Some(kept) = &self.persisted {
-            kept.forget_client();
+        if let Some(persisted) = &self.persisted {
+            persisted.forget_client();
         }
     }
 }
@@ -361,8 +361,8 @@ impl ControlledDevice for NvmeDevice {
     }
 
     fn forget_persisted(&self) {
-        if let Some(kept) = &self.persisted {
-            kept.forget();
+        if let Some(persisted) = &self.persisted {
+            persisted.forget();
         }
     }
 
@@ -371,8 +371,8 @@ impl ControlledDevice for NvmeDevice {
     }
 
     fn crash_record(&self) -> Option<CrashRecord> {
-        let live = self.function.backend().shared_parts().inflight?;
-        live.crashes()
+        let inflight = self.function.backend().shared_parts().inflight?;
+        inflight.crashes()
     }
 
     fn unmask_eventfd(&self) -> Option<&Arc<EventFd>> {
@@ -440,20 +440,20 @@ impl VfioUserDevice for NvmeDevice {
         };
         let gpa = Gpa(iova);
         // A file that will be refused is neither queried nor stored, as both may block on its file system.
-        let is_kept = self.memory_kinds.accepts(fd.as_fd());
-        let kept = self.persisted.as_ref().filter(|_| is_kept);
-        let kept = kept.map(|kept| -> io::Result<_> {
+        let is_persisted = self.memory_kinds.accepts(fd.as_fd());
+        let persisted = self.persisted.as_ref().filter(|_| is_persisted);
+        let persisted = persisted.map(|persisted| -> io::Result<_> {
             let region = NumberedRegion {
                 gpa,
                 len: size,
-                file: kept.store_file(&fd)?,
+                file: persisted.store_file(&fd)?,
                 offset,
                 readable,
                 writable,
             };
-            Ok((kept, region))
+            Ok((persisted, region))
         });
-        let kept = kept.transpose()?;
+        let persisted = persisted.transpose()?;
         let region = MemoryRegion {
             gpa,
             len: size,
@@ -467,10 +467,10 @@ impl VfioUserDevice for NvmeDevice {
             .backend()
             .map(region)
             .map_err(refuse_dma_request);
-        if let Some((kept, region)) = kept {
+        if let Some((persisted, region)) = persisted {
             match &mapped {
-                Ok(()) => kept.add_region(region),
-                Err(_) => kept.forget_unused_files(),
+                Ok(()) => persisted.add_region(region),
+                Err(_) => persisted.forget_unused_files(),
             }
         }
         mapped
@@ -484,8 +484,9 @@ impl VfioUserDevice for NvmeDevice {
         };
         // `Busy` means that only in-flight commands still use the region's memory. For everything else, the region is
         // unmapped.
-        if let (Some(kept), Ok(_) | Err(DmaError::Busy { .. })) = (&self.persisted, &unmapped) {
-            kept.remove_regions(range);
+        if let (Some(persisted), Ok(_) | Err(DmaError::Busy { .. })) = (&self.persisted, &unmapped)
+        {
+            persisted.remove_regions(range);
         }
         unmapped.map_err(refuse_dma_request)
     }
@@ -577,17 +578,17 @@ impl VfioUserDevice for NvmeDevice {
             .set_memory_holder(memory_holder(process));
         self.function.backend().reset_connection();
         self.admin_commands_at_connect = self.function.admin_stats().commands;
-        if let Some(kept) = &self.persisted {
-            kept.set_user(user);
+        if let Some(persisted) = &self.persisted {
+            persisted.set_user(user);
         }
     }
 
     fn on_disconnected(&mut self) {
         let commands = self.function.admin_stats().commands;
-        if let Some(told) =
+        if let Some(advice) =
             disconnect_advice(&self.registers, commands == self.admin_commands_at_connect)
         {
-            log::info!("{told}");
+            log::info!("{advice}");
         }
         self.forget_client();
     }
@@ -595,18 +596,18 @@ impl VfioUserDevice for NvmeDevice {
     fn persist_client(&mut self, stream: BorrowedFd<'_>) -> io::Result<()> {
         self.persisted
             .as_ref()
-            .map_or(Ok(()), |kept| kept.store_stream(stream))
+            .map_or(Ok(()), |persisted| persisted.store_stream(stream))
     }
 
     fn save(&mut self) -> Option<Vec<u8>> {
-        let kept = self.persisted.as_ref()?;
+        let persisted = self.persisted.as_ref()?;
         let is_changed = self.function.take_changed_flag();
-        kept.state_to_commit(|| self.function.running_state(), is_changed)
+        persisted.state_to_commit(|| self.function.running_state(), is_changed)
     }
 
     fn on_saved(&mut self) {
-        if let Some(kept) = &self.persisted {
-            kept.on_committed();
+        if let Some(persisted) = &self.persisted {
+            persisted.on_committed();
         }
     }
 }
@@ -695,7 +696,7 @@ mod tests {
                 previous_data: nvme_lease::PreviousDataPolicy::Kept,
             })
             .unwrap();
-        let attachment = LocalBackend::new(LocalBackendConfig {
+        let local_backend = LocalBackend::new(LocalBackendConfig {
             drive,
             lease,
             queue_pairs: QUEUE_PAIRS,
@@ -712,7 +713,11 @@ mod tests {
             serial: None,
         })
         .unwrap();
-        NvmeDevice::new(NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)).unwrap()
+        NvmeDevice::new(NvmeFunction::new(
+            Arc::new(local_backend),
+            MsixMasking::Client,
+        ))
+        .unwrap()
     }
 
     fn memory(size: u64) -> OwnedFd {
@@ -785,8 +790,8 @@ mod tests {
             writable: true,
             mappable,
         };
-        let told = disconnect_advice(&registers(None), true);
-        assert!(told.is_some_and(|told| told.contains("doorbells=mapped")));
+        let advice = disconnect_advice(&registers(None), true);
+        assert!(advice.is_some_and(|advice| advice.contains("doorbells=mapped")));
         assert_eq!(disconnect_advice(&registers(None), false), None);
         let memory = tempfile::tempfile().unwrap().into();
         let mappable = MappableArea {
@@ -879,41 +884,43 @@ mod tests {
     /// already has the file.
     #[test]
     fn memory_with_blocking_page_faults_is_not_stored_in_the_supervisor() {
-        let folder = tempfile::tempdir().unwrap();
-        let (shelf, _supervisor) = FdStoreKey::with_silent_supervisor(folder.path());
+        let dir = tempfile::tempdir().unwrap();
+        let (store_key, _supervisor) = FdStoreKey::with_silent_supervisor(dir.path());
         let device = device(DoorbellMode::Shadow);
         let shared = device.function().backend().shared_parts();
-        let journal = RequestLog::new().unwrap();
-        let kept = PersistedFunction::new(shelf, folder.path(), &journal, &shared).unwrap();
-        let kept = Arc::new(kept);
-        let mut device = device.with_persistence(kept.clone(), MemoryKinds::Resident);
+        let request_log = RequestLog::new().unwrap();
+        let persisted =
+            PersistedFunction::new(store_key, dir.path(), &request_log, &shared).unwrap();
+        let persisted = Arc::new(persisted);
+        let mut device = device.with_persistence(persisted.clone(), MemoryKinds::Resident);
         assert_eq!(errno(device.dma_map(disk_region())), Some(libc::EPERM));
-        assert_eq!(kept.put_count(), 0);
+        assert_eq!(persisted.put_count(), 0);
         device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
-        assert_eq!(kept.put_count(), 1);
+        assert_eq!(persisted.put_count(), 1);
     }
 
     /// A file that the supervisor holds may contain all memory of a VM that has ended.
     #[test]
     fn the_supervisor_releases_memory_that_the_client_unmaps() {
-        let folder = tempfile::tempdir().unwrap();
-        let (shelf, _supervisor) = FdStoreKey::with_silent_supervisor(folder.path());
+        let dir = tempfile::tempdir().unwrap();
+        let (store_key, _supervisor) = FdStoreKey::with_silent_supervisor(dir.path());
         let device = device(DoorbellMode::Shadow);
         let shared = device.function().backend().shared_parts();
-        let journal = RequestLog::new().unwrap();
-        let kept = PersistedFunction::new(shelf, folder.path(), &journal, &shared).unwrap();
-        let kept = Arc::new(kept);
-        let mut device = device.with_persistence(kept.clone(), MemoryKinds::Resident);
+        let request_log = RequestLog::new().unwrap();
+        let persisted =
+            PersistedFunction::new(store_key, dir.path(), &request_log, &shared).unwrap();
+        let persisted = Arc::new(persisted);
+        let mut device = device.with_persistence(persisted.clone(), MemoryKinds::Resident);
         let commit = |device: &mut NvmeDevice, left: usize| {
-            let before = kept.client_file_count();
+            let before = persisted.client_file_count();
             assert!(device.save().is_some());
             assert_eq!(
-                kept.client_file_count(),
+                persisted.client_file_count(),
                 before,
                 "the last state names them"
             );
             device.on_saved();
-            assert_eq!(kept.client_file_count(), left);
+            assert_eq!(persisted.client_file_count(), left);
         };
         device.dma_map(region(0, 0x10_0000)).unwrap();
         device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();

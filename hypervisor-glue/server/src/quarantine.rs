@@ -26,10 +26,10 @@ pub(crate) struct QuarantinedDevice {
 
 impl QuarantinedDevice {
     /// Wraps a device whose function is [quarantined](NvmeFunction::quarantine).
-    pub(crate) fn new(device: NvmeDevice, shelf: FdStoreKey, crashes: CrashRecord) -> Self {
+    pub(crate) fn new(device: NvmeDevice, store_key: FdStoreKey, crashes: CrashRecord) -> Self {
         Self {
             device,
-            store_key: shelf,
+            store_key,
             crash_record: crashes,
         }
     }

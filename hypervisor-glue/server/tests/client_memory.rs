@@ -36,7 +36,7 @@ fn device() -> NvmeDevice {
             previous_data: PreviousDataPolicy::Kept,
         })
         .unwrap();
-    let attachment = LocalBackend::new(LocalBackendConfig {
+    let local_backend = LocalBackend::new(LocalBackendConfig {
         drive,
         lease,
         queue_pairs: 1,
@@ -52,7 +52,7 @@ fn device() -> NvmeDevice {
         rates: nvme_guest::rate_limit::RateLimits::default(),
         serial: None,
     });
-    let function = NvmeFunction::new(Arc::new(attachment.unwrap()), MsixMasking::Client);
+    let function = NvmeFunction::new(Arc::new(local_backend.unwrap()), MsixMasking::Client);
     NvmeDevice::new(function).unwrap()
 }
 

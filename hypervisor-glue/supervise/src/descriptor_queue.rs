@@ -66,9 +66,9 @@ impl DescriptorQueue {
         let (writer, reader) = pair.map_err(|error| {
             FdStoreError::system("create the sockets of a descriptor store", error)
         })?;
-        let bag = Self { writer, reader };
-        bag.set_send_buffer(false)?;
-        Ok(bag)
+        let queue = Self { writer, reader };
+        queue.set_send_buffer(false)?;
+        Ok(queue)
     }
 
     /// Opens a queue from the two ends of its socket pair, in any order, as received from a supervisor.
@@ -99,9 +99,9 @@ impl DescriptorQueue {
             [false, true] => (first, second),
             [true, _] => (second, first),
         };
-        let bag = Self { writer, reader };
-        bag.set_send_buffer(false)?;
-        Ok(bag)
+        let queue = Self { writer, reader };
+        queue.set_send_buffer(false)?;
+        Ok(queue)
     }
 
     /// Returns both ends of the socket pair, which the supervisor must store.
@@ -144,14 +144,14 @@ impl DescriptorQueue {
         Ok(last.into_iter().collect())
     }
 
-    /// Removes the messages for whose number `keep` returns false, and messages that were replaced. Returns the number of
-    /// messages left.
+    /// Removes the messages for whose number `is_retained` returns false, and messages that were replaced. Returns the number
+    /// of messages left.
     ///
     /// # Errors
     ///
     /// See [`put`](Self::put) and [`contents`](Self::contents). No retained message is lost.
-    pub fn retain(&mut self, keep: impl Fn(u64) -> bool) -> Result<usize, FdStoreError> {
-        self.retain_until(keep, || false)
+    pub fn retain(&mut self, is_retained: impl Fn(u64) -> bool) -> Result<usize, FdStoreError> {
+        self.retain_until(is_retained, || false)
     }
 
     /// Does the work of `retain`. Calls `stops` before each change of the queue, and returns early once it returns true, as
@@ -161,7 +161,7 @@ impl DescriptorQueue {
     /// each retained message once or twice.
     fn retain_until(
         &mut self,
-        keep: impl Fn(u64) -> bool,
+        is_retained: impl Fn(u64) -> bool,
         mut stops: impl FnMut() -> bool,
     ) -> Result<usize, FdStoreError> {
         let (mut count, mut last) = (0, BTreeMap::new());
@@ -175,7 +175,7 @@ impl DescriptorQueue {
                 let Some((number, descriptors)) = self.next(RecvFlags::PEEK)? else {
                     break;
                 };
-                if keep(number) && last.get(&number) == Some(&at) {
+                if is_retained(number) && last.get(&number) == Some(&at) {
                     if stops() {
                         return Ok(());
                     }
@@ -193,7 +193,10 @@ impl DescriptorQueue {
         let moved = move_all();
         self.set_send_buffer(false)?;
         moved?;
-        Ok(last.into_keys().filter(|number| keep(*number)).count())
+        Ok(last
+            .into_keys()
+            .filter(|number| is_retained(*number))
+            .count())
     }
 
     /// Calls `take` with each message, oldest first. The messages stay in the queue.
@@ -290,19 +293,20 @@ mod tests {
     /// Expected content of a queue: the identities of the descriptors of each message, by the message's number.
     type Model = BTreeMap<u64, Vec<u64>>;
 
-    fn put_messages(bag: &DescriptorQueue, model: &mut Model, number: u64, count: usize) {
+    fn put_messages(queue: &DescriptorQueue, model: &mut Model, number: u64, count: usize) {
         let files: Vec<_> = (0..count).map(|_| file()).collect();
         let borrowed: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-        bag.put(number, &borrowed).unwrap();
+        queue.put(number, &borrowed).unwrap();
         model.insert(number, files.iter().map(identity).collect());
     }
 
-    fn read(bag: &mut DescriptorQueue) -> Model {
+    fn read(queue: &mut DescriptorQueue) -> Model {
         let identities = |(number, files): (u64, Vec<OwnedFd>)| {
             let files = files.iter().map(identity).collect();
             (number, files)
         };
-        bag.contents()
+        queue
+            .contents()
             .unwrap()
             .into_iter()
             .map(identities)
@@ -310,18 +314,18 @@ mod tests {
     }
 
     /// Restores the queue from copies of its ends, as a successor process does. `swap` exchanges the two ends.
-    fn reopen(bag: DescriptorQueue, swap: bool) -> DescriptorQueue {
-        let mut ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
-        drop(bag);
+    fn reopen(queue: DescriptorQueue, swap: bool) -> DescriptorQueue {
+        let mut ends = queue.ends().map(|end| end.try_clone_to_owned().unwrap());
+        drop(queue);
         if swap {
             ends.reverse();
         }
         DescriptorQueue::from_persisted(ends.into()).unwrap()
     }
 
-    fn messages(bag: &mut DescriptorQueue) -> usize {
+    fn messages(queue: &mut DescriptorQueue) -> usize {
         let mut count = 0;
-        bag.visit_messages(|_, _| count += 1).unwrap();
+        queue.visit_messages(|_, _| count += 1).unwrap();
         count
     }
 
@@ -339,10 +343,10 @@ mod tests {
         for (number, file) in numbers.iter().zip(&files) {
             datagram::send(&writer, number, &[file.as_fd()], SendFlags::empty()).unwrap();
         }
-        let mut bag = DescriptorQueue::from_persisted(vec![writer, reader]).unwrap();
+        let mut queue = DescriptorQueue::from_persisted(vec![writer, reader]).unwrap();
         let [_, second, last] = files.each_ref().map(identity);
         let left = Model::from([(3, vec![last]), (0x8000_0000_0000_0001, vec![second])]);
-        assert_eq!(read(&mut bag), left);
+        assert_eq!(read(&mut queue), left);
     }
 
     #[derive(Clone, Debug)]
@@ -370,22 +374,22 @@ mod tests {
 
         #[test]
         fn a_descriptor_queue_behaves_like_a_map(steps in proptest::collection::vec(step(), 0..40)) {
-            let mut bag = DescriptorQueue::new().unwrap();
+            let mut queue = DescriptorQueue::new().unwrap();
             let mut model = Model::new();
             for step in steps {
                 match step {
-                    DescriptorQueueStep::Put(number, count) => put_messages(&bag, &mut model, number, count),
+                    DescriptorQueueStep::Put(number, count) => put_messages(&queue, &mut model, number, count),
                     DescriptorQueueStep::Retain(numbers) => {
-                        bag.retain(|number| numbers.contains(&number)).unwrap();
+                        queue.retain(|number| numbers.contains(&number)).unwrap();
                         model.retain(|number, _| numbers.contains(number));
-                        prop_assert_eq!(messages(&mut bag), model.len());
+                        prop_assert_eq!(messages(&mut queue), model.len());
                     }
                     DescriptorQueueStep::Die(numbers, at) => {
                         let mut left = at;
                         let stops = || { let stop = left == 0; left = left.saturating_sub(1); stop };
-                        bag.retain_until(|number| numbers.contains(&number), stops).unwrap();
-                        bag = reopen(bag, at % 2 == 0);
-                        let all = read(&mut bag);
+                        queue.retain_until(|number| numbers.contains(&number), stops).unwrap();
+                        queue = reopen(queue, at % 2 == 0);
+                        let all = read(&mut queue);
                         for (number, files) in &model {
                             let found = all.get(number);
                             prop_assert!(found == Some(files) || found.is_none() || !numbers.contains(number));
@@ -393,23 +397,23 @@ mod tests {
                         }
                         // `retain` was interrupted, so messages that it had to remove may remain, including replaced
                         // messages.
-                        bag.retain(|number| numbers.contains(&number)).unwrap();
+                        queue.retain(|number| numbers.contains(&number)).unwrap();
                         model.retain(|number, _| numbers.contains(number));
                     }
-                    DescriptorQueueStep::Reopen(swap) => bag = reopen(bag, swap),
+                    DescriptorQueueStep::Reopen(swap) => queue = reopen(queue, swap),
                 }
-                prop_assert_eq!(&read(&mut bag), &model);
+                prop_assert_eq!(&read(&mut queue), &model);
             }
         }
     }
 
     #[test]
     fn an_interrupted_retain_loses_nothing() {
-        let keep = |number| number % 2 == 0;
+        let is_retained = |number| number % 2 == 0;
         for at in 0.. {
-            let (mut bag, mut model) = (DescriptorQueue::new().unwrap(), Model::new());
+            let (mut queue, mut model) = (DescriptorQueue::new().unwrap(), Model::new());
             for number in [0, 1, 2, 0, 3, 4, 2] {
-                put_messages(&bag, &mut model, number, 2);
+                put_messages(&queue, &mut model, number, 2);
             }
             let (mut changes, mut stopped) = (0, false);
             let stops = || {
@@ -417,15 +421,15 @@ mod tests {
                 changes += 1;
                 stopped
             };
-            bag.retain_until(keep, stops).unwrap();
-            let mut bag = reopen(bag, false);
-            model.retain(|number, _| keep(*number));
-            let mut found = read(&mut bag);
-            found.retain(|number, _| keep(*number));
+            queue.retain_until(is_retained, stops).unwrap();
+            let mut queue = reopen(queue, false);
+            model.retain(|number, _| is_retained(*number));
+            let mut found = read(&mut queue);
+            found.retain(|number, _| is_retained(*number));
             assert_eq!(found, model, "stopped before change {at}");
-            bag.retain(keep).unwrap();
-            assert_eq!(read(&mut bag), model, "stopped before change {at}");
-            assert_eq!(messages(&mut bag), 3);
+            queue.retain(is_retained).unwrap();
+            assert_eq!(read(&mut queue), model, "stopped before change {at}");
+            assert_eq!(messages(&mut queue), 3);
             if !stopped {
                 // An uninterrupted `retain` makes ten changes: it copies the three messages that it retains, and removes all
                 // seven old ones.
@@ -437,14 +441,14 @@ mod tests {
 
     #[test]
     fn a_full_queue_reports_it_and_can_still_retain() {
-        let mut bag = DescriptorQueue::new().unwrap();
+        let mut queue = DescriptorQueue::new().unwrap();
         // A small socket buffer fills quickly.
-        sockopt::set_socket_send_buffer_size(&bag.writer, 4096).unwrap();
+        sockopt::set_socket_send_buffer_size(&queue.writer, 4096).unwrap();
         let mut model = Model::new();
         let shared = file();
         let mut number = 0;
         let full = loop {
-            match bag.put(number, &[shared.as_fd()]) {
+            match queue.put(number, &[shared.as_fd()]) {
                 Ok(()) => model.insert(number, vec![identity(&shared)]),
                 Err(error) => break error,
             };
@@ -452,42 +456,42 @@ mod tests {
         };
         assert!(matches!(full, FdStoreError::Full), "{full}");
         assert!(number > 1);
-        assert_eq!(read(&mut bag), model);
-        bag.retain(|_| true).unwrap();
-        assert_eq!(read(&mut bag), model);
+        assert_eq!(read(&mut queue), model);
+        queue.retain(|_| true).unwrap();
+        assert_eq!(read(&mut queue), model);
     }
 
     #[test]
     fn the_reserve_has_room_for_a_copy_of_the_largest_message() {
-        let mut bag = DescriptorQueue::new().unwrap();
+        let mut queue = DescriptorQueue::new().unwrap();
         let shared = file();
         let most = [shared.as_fd(); DESCRIPTORS_MAX];
         // Descriptors occupy no buffer space. So the queue can hold a few messages with many descriptors among many small
         // messages.
-        bag.put(0, &most).unwrap();
+        queue.put(0, &most).unwrap();
         let mut number = 1;
-        while bag.put(number, &[]).is_ok() {
+        while queue.put(number, &[]).is_ok() {
             number += 1;
         }
-        assert!(matches!(bag.put(number, &most), Err(FdStoreError::Full)));
-        bag.retain(|_| true).unwrap();
-        assert_eq!(bag.contents().unwrap().len() as u64, number);
+        assert!(matches!(queue.put(number, &most), Err(FdStoreError::Full)));
+        queue.retain(|_| true).unwrap();
+        assert_eq!(queue.contents().unwrap().len() as u64, number);
         // `put` must not use the reserve.
-        assert!(matches!(bag.put(number, &[]), Err(FdStoreError::Full)));
-        bag.retain(|number| number % 2 == 0).unwrap();
-        bag.put(number, &most).unwrap();
+        assert!(matches!(queue.put(number, &[]), Err(FdStoreError::Full)));
+        queue.retain(|number| number % 2 == 0).unwrap();
+        queue.put(number, &most).unwrap();
     }
 
     #[test]
     fn a_socket_in_a_bag_stays_connected() {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        let bag = DescriptorQueue::new().unwrap();
-        bag.put(0, &[theirs.as_fd()]).unwrap();
+        let queue = DescriptorQueue::new().unwrap();
+        queue.put(0, &[theirs.as_fd()]).unwrap();
         drop(theirs);
-        let mut bag = reopen(bag, true);
+        let mut queue = reopen(queue, true);
         ours.write_all(b"kept").unwrap();
-        bag.retain(|_| true).unwrap();
-        let (_, mut sockets) = bag.contents().unwrap().pop().unwrap();
+        queue.retain(|_| true).unwrap();
+        let (_, mut sockets) = queue.contents().unwrap().pop().unwrap();
         let mut bytes = [0; 4];
         let mut theirs = UnixStream::from(sockets.pop().unwrap());
         theirs.read_exact(&mut bytes).unwrap();
@@ -496,9 +500,9 @@ mod tests {
 
     #[test]
     fn a_message_has_at_most_253_descriptors() {
-        let bag = DescriptorQueue::new().unwrap();
+        let queue = DescriptorQueue::new().unwrap();
         let shared = file();
-        let refused = bag.put(0, &vec![shared.as_fd(); 254]);
+        let refused = queue.put(0, &vec![shared.as_fd(); 254]);
         assert!(matches!(refused, Err(FdStoreError::TooMany { count: 254 })));
     }
 
@@ -519,11 +523,11 @@ mod tests {
         let (one, other) =
             socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
         assert_eq!(refused(vec![one, other]), sockets);
-        let bag = DescriptorQueue::new().unwrap();
-        bag.put(0, &[]).unwrap();
+        let queue = DescriptorQueue::new().unwrap();
+        queue.put(0, &[]).unwrap();
         let backwards = DescriptorQueue {
-            writer: bag.reader,
-            reader: bag.writer,
+            writer: queue.reader,
+            reader: queue.writer,
         };
         backwards.put(0, &[]).unwrap();
         let DescriptorQueue { writer, reader } = backwards;

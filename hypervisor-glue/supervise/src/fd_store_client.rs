@@ -240,11 +240,11 @@ mod tests {
     }
 
     fn bind_supervisor() -> (tempfile::TempDir, UnixDatagram, FdStoreClient) {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("notify");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("notify");
         let socket = UnixDatagram::bind(&path).unwrap();
         let store = FdStoreClient::connect(path.as_os_str(), 4096).unwrap();
-        (folder, socket, store)
+        (dir, socket, store)
     }
 
     fn next(socket: &UnixDatagram) -> (String, usize) {
@@ -257,7 +257,7 @@ mod tests {
 
     #[test]
     fn messages_have_the_form_of_sd_notify() {
-        let (_folder, socket, store) = bind_supervisor();
+        let (_dir, socket, store) = bind_supervisor();
         let descriptor = socket.as_fd();
         store.store("drive 0", &[descriptor; 254]).unwrap();
         let stored = "FDSTORE=1\nFDPOLL=0\nFDNAME=drive 0".to_owned();
@@ -274,7 +274,7 @@ mod tests {
 
     #[test]
     fn a_barrier_ends_when_the_supervisor_closes_its_end() {
-        let (_folder, socket, store) = bind_supervisor();
+        let (_dir, socket, store) = bind_supervisor();
         let passed = store.barrier(Duration::ZERO);
         assert!(matches!(
             passed,
@@ -294,10 +294,10 @@ mod tests {
     #[test]
     fn the_end_of_a_supervisor_is_seen_with_and_without_the_path_of_its_socket() {
         for loses_path in [false, true] {
-            let (folder, socket, store) = bind_supervisor();
+            let (dir, socket, store) = bind_supervisor();
             assert!(!store.has_supervisor_ended());
             if loses_path {
-                std::fs::remove_file(folder.path().join("notify")).unwrap();
+                std::fs::remove_file(dir.path().join("notify")).unwrap();
                 assert!(!store.has_supervisor_ended());
                 assert_eq!(next(&socket), (String::new(), 0));
             }

@@ -60,8 +60,8 @@ impl InheritedDescriptors {
             // SAFETY: the descriptor is open. The parent opened it for this process. `TAKEN` makes the process take each
             // number once, and no other code of the process has used the number yet.
             let descriptor = unsafe { OwnedFd::from_raw_fd(number) };
-            let marked = fcntl_setfd(&descriptor, FdFlags::CLOEXEC);
-            marked.map_err(|error| FdStoreError::system("mark an inherited descriptor", error))?;
+            let result = fcntl_setfd(&descriptor, FdFlags::CLOEXEC);
+            result.map_err(|error| FdStoreError::system("mark an inherited descriptor", error))?;
             inherited.0.entry(name).or_default().push(descriptor);
         }
         Ok(inherited)

@@ -17,8 +17,8 @@
 //!
 //! # Example
 //!
-//! A server packs the descriptors of its clients into a queue, and stores both ends of the queue at its supervisor. Its next process
-//! finds them again:
+//! A server packs the descriptors of its clients into a queue, and stores both ends of the queue at its supervisor. Its next
+//! process finds them again:
 //!
 //! ```
 //! use std::os::fd::AsFd;

@@ -84,8 +84,8 @@ mod tests {
     #[test]
     fn only_children_count_as_descendants() {
         // The name contains spaces and parentheses, which break naive parsers of `/proc/PID/stat`.
-        let folder = tempfile::tempdir().unwrap();
-        let link = folder.path().join("a) R 1 (b");
+        let dir = tempfile::tempdir().unwrap();
+        let link = dir.path().join("a) R 1 (b");
         std::os::unix::fs::symlink("/bin/cat", &link).unwrap();
         let mut command = Command::new(&link);
         let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();

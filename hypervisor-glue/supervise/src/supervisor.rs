@@ -213,17 +213,17 @@ impl<'a> ServerSupervisor<'a> {
         blocked.map_err(|error| SuperviseError::system("block signals", error))?;
         let signals = SignalFd::with_flags(&mask, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
             .map_err(|error| SuperviseError::system("receive signals", error))?;
-        let folder = tempfile::Builder::new()
+        let dir = tempfile::Builder::new()
             .prefix("nvme-mpt-supervise-")
             .permissions(Permissions::from_mode(0o700))
             .tempdir()
             .map_err(|error| SuperviseError::system("make a directory for its socket", error))?;
-        let socket = UnixDatagram::bind(socket_path(&folder))
+        let socket = UnixDatagram::bind(socket_path(&dir))
             .map_err(|error| SuperviseError::system("make its socket", error))?;
         Ok(Self {
             options,
             command,
-            dir: folder,
+            dir,
             socket,
             signals,
             stored: StoredDescriptors::new(store_max),
@@ -255,8 +255,8 @@ impl<'a> ServerSupervisor<'a> {
             if self.has_main_ended() {
                 // When a former main process ends, its children become children of the supervisor. The main process may be such
                 // a child.
-                for former in &self.former_processes {
-                    former.signal(rustix::process::Signal::KILL);
+                for former_process in &self.former_processes {
+                    former_process.signal(rustix::process::Signal::KILL);
                 }
                 if self.former_processes.is_empty()
                     && let Some(status) = self.handle_main_end()?
@@ -513,7 +513,11 @@ impl<'a> ServerSupervisor<'a> {
         // supervisor does not end together with the predecessor.
         let main = self.main.as_ref().map(|main| main.pid);
         // A former main process may become the main process again if its successor does not take over.
-        let is_former = |pid| self.former_processes.iter().any(|former| former.pid == pid);
+        let is_former = |pid| {
+            self.former_processes
+                .iter()
+                .any(|former_process| former_process.pid == pid)
+        };
         let process =
             process.filter(|process| is_former(process.pid) || is_descendant(process.pid, main));
         let Some(process) = process else {
@@ -527,7 +531,7 @@ impl<'a> ServerSupervisor<'a> {
             process.pid.as_raw_pid()
         );
         self.former_processes
-            .retain(|former| former.pid != process.pid);
+            .retain(|former_process| former_process.pid != process.pid);
         if self.should_end {
             // SIGTERM was sent to the previous main process only, so send it to its successor as well.
             process.signal(rustix::process::Signal::TERM);
@@ -546,8 +550,8 @@ fn max_storable(wanted: usize, limit: Option<u64>) -> usize {
     wanted.min(limit.saturating_sub(OWN_DESCRIPTORS))
 }
 
-fn socket_path(folder: &TempDir) -> PathBuf {
-    Path::new(folder.path()).join("notify")
+fn socket_path(dir: &TempDir) -> PathBuf {
+    Path::new(dir.path()).join("notify")
 }
 
 /// Sets up signals, limits and descriptors of this process, which must not have started children yet.

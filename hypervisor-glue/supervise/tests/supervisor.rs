@@ -108,11 +108,11 @@ fn serve(path: &OsStr) -> ExitCode {
                 .store(name, &[file(more).as_fd()])
                 .map(|()| String::new()),
             "bag" => {
-                let bag = DescriptorQueue::new().unwrap();
-                bag.put(7, &[file(more).as_fd()]).unwrap();
-                let kept = store().store(name, &bag.ends()).map(|()| String::new());
-                bags.push(bag);
-                kept
+                let queue = DescriptorQueue::new().unwrap();
+                queue.put(7, &[file(more).as_fd()]).unwrap();
+                let stored = store().store(name, &queue.ends()).map(|()| String::new());
+                bags.push(queue);
+                stored
             }
             "forget" => store().remove(name).map(|()| String::new()),
             "send" => store()
@@ -125,8 +125,8 @@ fn serve(path: &OsStr) -> ExitCode {
                 Ok(contents.join(","))
             }
             "read-bag" => {
-                let mut bag = DescriptorQueue::from_persisted(inherited.take(name)).unwrap();
-                let (number, files) = bag.contents().unwrap().pop().unwrap();
+                let mut queue = DescriptorQueue::from_persisted(inherited.take(name)).unwrap();
+                let (number, files) = queue.contents().unwrap().pop().unwrap();
                 let files: Vec<_> = files.into_iter().map(content).collect();
                 Ok(format!("{number}:{}", files.join(",")))
             }
@@ -245,15 +245,15 @@ impl Server {
 }
 
 struct SupervisedSocket {
-    folder: tempfile::TempDir,
+    dir: tempfile::TempDir,
     listener: UnixListener,
     supervisor: Child,
 }
 
 impl SupervisedSocket {
     fn start(deaths: u16, store_max: u16) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("test");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("test");
         let listener = UnixListener::bind(&path).unwrap();
         let own = std::env::current_exe().unwrap();
         // The supervisor inherits descriptors that are not meant for it, and variables of another supervisor.
@@ -269,12 +269,12 @@ impl SupervisedSocket {
             .args([own.as_os_str(), "role-serve".as_ref(), path.as_os_str()])
             .env("LISTEN_FDS", "1")
             .env("LISTEN_FDNAMES", "foreign")
-            .env("TMPDIR", folder.path())
+            .env("TMPDIR", dir.path())
             .stdin(Stdio::piped())
-            .stderr(File::create(folder.path().join("log")).unwrap());
+            .stderr(File::create(dir.path().join("log")).unwrap());
         let supervisor = command.spawn().unwrap();
         Self {
-            folder,
+            dir,
             listener,
             supervisor,
         }
@@ -287,8 +287,8 @@ impl SupervisedSocket {
     /// Waits for the end of the supervisor. Returns its exit code and its log.
     fn end(mut self) -> (Option<i32>, String) {
         let code = self.supervisor.wait().unwrap().code();
-        let log = fs::read_to_string(self.folder.path().join("log")).unwrap();
-        let left = fs::read_dir(self.folder.path()).unwrap();
+        let log = fs::read_to_string(self.dir.path().join("log")).unwrap();
+        let left = fs::read_dir(self.dir.path()).unwrap();
         let left = left.map(|entry| entry.unwrap().file_name());
         assert!(left.into_iter().all(|name| name == "log" || name == "test"));
         (code, log)
@@ -300,8 +300,8 @@ impl SupervisedSocket {
 }
 
 fn descriptors_survive_sigkill() {
-    let kept = SupervisedSocket::start(10, 4096);
-    let mut server = kept.server();
+    let supervised = SupervisedSocket::start(10, 4096);
+    let mut server = supervised.server();
     assert_eq!(server.names, "");
     assert_eq!(server.ask("keeps"), "true");
     for order in [
@@ -314,7 +314,7 @@ fn descriptors_survive_sigkill() {
         server.order(order);
     }
     server.kill();
-    let mut server = kept.server();
+    let mut server = supervised.server();
     assert_eq!(server.names, "a,b,bag");
     assert_eq!(server.ask("variable LISTEN_FDNAMES"), "a:a:b:bag:bag");
     assert_eq!(server.ask("read a"), "one,two");
@@ -323,33 +323,33 @@ fn descriptors_survive_sigkill() {
     server.order("forget a");
     server.order("keep c five");
     server.kill();
-    let mut server = kept.server();
+    let mut server = supervised.server();
     assert_eq!(server.names, "b,bag,c");
     assert_eq!(server.ask("read b"), "three");
     assert_eq!(server.ask("read-bag bag"), "7:four");
     assert_eq!(server.ask("read c"), "five");
     server.exit(0);
-    assert_eq!(kept.end().0, Some(0));
+    assert_eq!(supervised.end().0, Some(0));
 }
 
 fn more_descriptors_than_one_message_has_arrive_in_order() {
-    let kept = SupervisedSocket::start(10, 4096);
-    let mut server = kept.server();
+    let supervised = SupervisedSocket::start(10, 4096);
+    let mut server = supervised.server();
     server.order("send READY=1");
     let contents: Vec<_> = (0..300).map(|number| number.to_string()).collect();
     for content in &contents {
         server.order(&format!("keep many {content}"));
     }
     server.kill();
-    let mut server = kept.server();
+    let mut server = supervised.server();
     assert_eq!(server.ask("read many"), contents.join(","));
     server.exit(0);
-    assert_eq!(kept.end().0, Some(0));
+    assert_eq!(supervised.end().0, Some(0));
 }
 
 fn a_command_gets_what_it_expects() {
-    let mut kept = SupervisedSocket::start(10, 4096);
-    let mut server = kept.server();
+    let mut supervised = SupervisedSocket::start(10, 4096);
+    let mut server = supervised.server();
     assert_eq!(server.ask("variable LISTEN_FDS"), "");
     assert_eq!(server.ask("variable FDSTORE"), "4096");
     let status = server.ask("read-file /proc/self/status");
@@ -368,7 +368,8 @@ fn a_command_gets_what_it_expects() {
     // The server has six descriptors open: the standard streams, the connection to the supervisor, and the connection to the
     // test with its copy.
     assert_eq!(server.ask("descriptors"), "[0, 1, 2, 3, 4, 5]");
-    kept.supervisor
+    supervised
+        .supervisor
         .stdin
         .take()
         .unwrap()
@@ -376,21 +377,21 @@ fn a_command_gets_what_it_expects() {
         .unwrap();
     assert_eq!(server.ask("read-file /dev/stdin"), "typed");
     server.exit(0);
-    assert_eq!(kept.end().0, Some(0));
+    assert_eq!(supervised.end().0, Some(0));
 }
 
 fn the_supervisor_gives_up_after_deaths() {
-    let kept = SupervisedSocket::start(3, 4096);
+    let supervised = SupervisedSocket::start(3, 4096);
     // The supervisor gives up after three deaths within a minute. On a slow machine, three deaths may take longer than a
     // minute, so more servers die first.
     let mut deaths = 0;
-    while let Some(mut server) = Server::accept_next(&kept.listener, &kept.supervisor) {
+    while let Some(mut server) = Server::accept_next(&supervised.listener, &supervised.supervisor) {
         server.order("send READY=1");
         server.kill();
         deaths += 1;
     }
     assert!(deaths >= 3, "{deaths}");
-    let (code, log) = kept.end();
+    let (code, log) = supervised.end();
     assert_eq!(code, Some(1));
     let message = "role-serve";
     assert!(!log.contains(message), "arguments may have secrets: {log}");
@@ -402,54 +403,54 @@ fn the_supervisor_gives_up_after_deaths() {
 }
 
 fn a_command_that_was_never_ready_is_not_started_again() {
-    let kept = SupervisedSocket::start(10, 4096);
-    kept.server().exit(7);
-    let (code, log) = kept.end();
+    let supervised = SupervisedSocket::start(10, 4096);
+    supervised.server().exit(7);
+    let (code, log) = supervised.end();
     assert_eq!(code, Some(7));
     assert!(log.contains("It was never ready"), "{log}");
 }
 
 fn a_command_with_wrong_arguments_is_not_started_again() {
-    let kept = SupervisedSocket::start(10, 4096);
-    let mut server = kept.server();
+    let supervised = SupervisedSocket::start(10, 4096);
+    let mut server = supervised.server();
     server.order("send READY=1");
     server.kill();
-    kept.server().exit(2);
-    let (code, log) = kept.end();
+    supervised.server().exit(2);
+    let (code, log) = supervised.end();
     assert_eq!(code, Some(2));
     assert!(log.contains("Its arguments are wrong"), "{log}");
 }
 
 fn sigterm_and_sigint_end_the_command_and_the_supervisor() {
     for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
-        let kept = SupervisedSocket::start(10, 4096);
-        let mut server = kept.server();
+        let supervised = SupervisedSocket::start(10, 4096);
+        let mut server = supervised.server();
         server.order("send READY=1");
-        kept.signal(signal);
+        supervised.signal(signal);
         server.wait();
-        assert_eq!(kept.end().0, Some(code));
+        assert_eq!(supervised.end().0, Some(code));
     }
 }
 
 fn sighup_is_passed_on_and_does_not_end_the_supervisor() {
-    let kept = SupervisedSocket::start(10, 4096);
-    let mut server = kept.server();
+    let supervised = SupervisedSocket::start(10, 4096);
+    let mut server = supervised.server();
     server.order("send READY=1");
     server.order("barrier");
-    kept.signal(Signal::HUP);
+    supervised.signal(Signal::HUP);
     server.wait();
-    kept.server().exit(0);
-    let (code, log) = kept.end();
+    supervised.server().exit(0);
+    let (code, log) = supervised.end();
     assert_eq!(code, Some(0));
     assert!(log.contains("ended with signal: 1"), "{log}");
 }
 
 fn a_successor_becomes_the_main_process() {
-    let kept = SupervisedSocket::start(10, 4096);
-    let mut old = kept.server();
+    let supervised = SupervisedSocket::start(10, 4096);
+    let mut old = supervised.server();
     old.order("keep a one");
     let pid = old.ask("successor");
-    let mut new = kept.server();
+    let mut new = supervised.server();
     assert_eq!(new.pid.as_raw_pid().to_string(), pid);
     // The supervisor passes descriptors only to processes that it starts.
     assert_eq!(new.names, "");
@@ -458,67 +459,67 @@ fn a_successor_becomes_the_main_process() {
     new.order("keep b two");
     new.order("barrier");
     new.kill();
-    let mut server = kept.server();
+    let mut server = supervised.server();
     assert_eq!(server.names, "a,b");
     assert_eq!(server.ask("read a"), "one");
     // The server dies right after its message, and the supervisor still handles the message.
     let pid = server.ask("successor");
-    let new = kept.server();
+    let new = supervised.server();
     server.order(&format!("send MAINPID={pid}"));
     server.kill();
     new.exit(5);
-    kept.server().exit(0);
-    let (code, log) = kept.end();
+    supervised.server().exit(0);
+    let (code, log) = supervised.end();
     assert_eq!(code, Some(0));
     assert!(log.contains("ended with exit status: 5"), "{log}");
 }
 
 fn a_successor_that_has_ended_already_counts() {
-    let kept = SupervisedSocket::start(10, 4096);
-    let mut old = kept.server();
+    let supervised = SupervisedSocket::start(10, 4096);
+    let mut old = supervised.server();
     let pid = old.ask("successor");
     // The successor's parent does not reap it.
-    kept.server().exit(5);
+    supervised.server().exit(5);
     // Both orders are sent in one write, because the supervisor may end the process after the first.
     write!(old.stream.get_mut(), "send MAINPID={pid}|READY=1\nexit 0\n").unwrap();
     old.wait();
-    kept.server().exit(0);
-    let (code, log) = kept.end();
+    supervised.server().exit(0);
+    let (code, log) = supervised.end();
     assert_eq!(code, Some(0));
     assert!(log.contains("ended with exit status: 5"), "{log}");
 }
 
-fn a_former_main_process_ends_before_another_starts() {
-    let kept = SupervisedSocket::start(10, 4096);
-    let mut old = kept.server();
+fn a_previous_main_process_ends_before_another_starts() {
+    let supervised = SupervisedSocket::start(10, 4096);
+    let mut old = supervised.server();
     let pid = old.ask("successor");
-    let new = kept.server();
+    let new = supervised.server();
     old.order(&format!("send MAINPID={pid}|READY=1"));
     old.order("barrier");
     new.kill();
-    let server = kept.server();
-    let former = fs::read_dir(format!("/proc/{}", old.pid.as_raw_pid()));
-    assert!(former.is_err(), "the former main process lives on");
+    let server = supervised.server();
+    let descriptors = fs::read_dir(format!("/proc/{}", old.pid.as_raw_pid()));
+    assert!(descriptors.is_err(), "the former main process lives on");
     old.wait();
     server.exit(0);
-    assert_eq!(kept.end().0, Some(0));
+    assert_eq!(supervised.end().0, Some(0));
 }
 
 fn sigterm_after_a_hand_over_goes_to_the_successor() {
-    let kept = SupervisedSocket::start(10, 4096);
-    let mut old = kept.server();
+    let supervised = SupervisedSocket::start(10, 4096);
+    let mut old = supervised.server();
     let pid = old.ask("successor");
-    let new = kept.server();
+    let new = supervised.server();
     old.order(&format!("send MAINPID={pid}|READY=1"));
     old.exit(0);
-    kept.signal(Signal::TERM);
+    supervised.signal(Signal::TERM);
     new.wait();
-    assert_eq!(kept.end().0, Some(143));
+    assert_eq!(supervised.end().0, Some(143));
 }
 
 fn other_messages_are_ignored() {
-    let kept = SupervisedSocket::start(10, 4096);
-    let mut server = kept.server();
+    let supervised = SupervisedSocket::start(10, 4096);
+    let mut server = supervised.server();
     let own = std::process::id();
     for message in [
         "MAINPID=1",
@@ -537,11 +538,11 @@ fn other_messages_are_ignored() {
     }
     server.order("barrier");
     let address = server.ask("variable NOTIFY_SOCKET");
-    let folder = Path::new(&address).parent().unwrap();
-    let mode = fs::metadata(folder).unwrap().permissions().mode();
+    let dir = Path::new(&address).parent().unwrap();
+    let mode = fs::metadata(dir).unwrap().permissions().mode();
     assert_eq!(mode & 0o7777, 0o700, "another user reaches the supervisor");
     server.exit(7);
-    let (code, log) = kept.end();
+    let (code, log) = supervised.end();
     assert_eq!(code, Some(7));
     let ignored = log.lines().filter(|line| line.contains("MAINPID="));
     assert_eq!(ignored.count(), 5, "{log}");
@@ -550,17 +551,17 @@ fn other_messages_are_ignored() {
 }
 
 fn a_full_store_refuses_more() {
-    let kept = SupervisedSocket::start(10, 2);
-    let mut server = kept.server();
+    let supervised = SupervisedSocket::start(10, 2);
+    let mut server = supervised.server();
     assert_eq!(server.ask("variable FDSTORE"), "2");
     for order in ["send READY=1", "keep a one", "keep b two", "keep c three"] {
         server.order(order);
     }
     server.kill();
-    let server = kept.server();
+    let server = supervised.server();
     assert_eq!(server.names, "a,b");
     server.exit(0);
-    let (code, log) = kept.end();
+    let (code, log) = supervised.end();
     assert_eq!(code, Some(0));
     assert!(
         log.contains("\"c\" is not stored: the store is full (at most 2 descriptors)"),
@@ -584,13 +585,13 @@ fn systemd_notify_reaches_the_supervisor() {
     let Some(program) = find_program("systemd-notify") else {
         return;
     };
-    let kept = SupervisedSocket::start(10, 4096);
-    let mut server = kept.server();
+    let supervised = SupervisedSocket::start(10, 4096);
+    let mut server = supervised.server();
     let run = format!("run {} --ready --status=hello", program.display());
     assert_eq!(server.ask(&run), "exit status: 0");
     server.kill();
-    kept.server().exit(0);
-    let (code, log) = kept.end();
+    supervised.server().exit(0);
+    let (code, log) = supervised.end();
     assert_eq!(code, Some(0));
     assert!(log.contains(": hello"), "{log}");
 }
@@ -599,10 +600,10 @@ fn systemd_socket_activate_is_a_supervisor_too() {
     let Some(program) = find_program("systemd-socket-activate") else {
         return;
     };
-    let folder = tempfile::tempdir().unwrap();
-    let [path, activation] = ["test", "activation"].map(|name| folder.path().join(name));
+    let dir = tempfile::tempdir().unwrap();
+    let [path, activation] = ["test", "activation"].map(|name| dir.path().join(name));
     let listener = UnixListener::bind(&path).unwrap();
-    let log = folder.path().join("log");
+    let log = dir.path().join("log");
     let mut command = Command::new(program);
     command
         .arg(format!("--listen={}", activation.display()))
@@ -677,8 +678,8 @@ fn run_tests() -> ExitCode {
             a_successor_that_has_ended_already_counts,
         ),
         (
-            "a_former_main_process_ends_before_another_starts",
-            a_former_main_process_ends_before_another_starts,
+            "a_previous_main_process_ends_before_another_starts",
+            a_previous_main_process_ends_before_another_starts,
         ),
         (
             "sigterm_after_a_hand_over_goes_to_the_successor",

@@ -82,8 +82,8 @@ impl MessageReader {
             self.discard();
         }
         while self.header_bytes_received < VfioUserHeader::SIZE {
-            let room = &mut self.header[self.header_bytes_received..];
-            match receive(stream, room, &mut self.fds, &mut self.has_lost_fds) {
+            let buffer = &mut self.header[self.header_bytes_received..];
+            match receive(stream, buffer, &mut self.fds, &mut self.has_lost_fds) {
                 Ok(Some(0)) => return Err(self.closed_end()),
                 Ok(Some(bytes)) => self.header_bytes_received += bytes,
                 Ok(None) => return Ok(None),
@@ -100,8 +100,8 @@ impl MessageReader {
             let have = self.payload.len();
             self.payload
                 .resize(payload_size.min(have + BUFFER_GROWTH), 0);
-            let room = &mut self.payload[have..];
-            let received = receive(stream, room, &mut self.fds, &mut self.has_lost_fds);
+            let buffer = &mut self.payload[have..];
+            let received = receive(stream, buffer, &mut self.fds, &mut self.has_lost_fds);
             let bytes = received.as_ref().map_or(0, |bytes| bytes.unwrap_or(0));
             self.payload.truncate(have + bytes);
             match received {
@@ -139,9 +139,9 @@ impl MessageReader {
         while self.header_bytes_received < VfioUserHeader::SIZE {
             // This call has no control buffer, so the kernel does not install file descriptors yet: they come with the peek
             // below.
-            let room = &mut self.header[self.header_bytes_received..];
+            let buffer = &mut self.header[self.header_bytes_received..];
             let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-            match rustix::net::recv(stream, room, flags) {
+            match rustix::net::recv(stream, buffer, flags) {
                 Ok((0, _)) => return Err(self.closed_end()),
                 Ok((bytes, _)) => {
                     crash_point();
@@ -170,8 +170,8 @@ impl MessageReader {
         while size > VfioUserHeader::SIZE && self.payload.len() < size {
             let have = self.payload.len();
             self.payload.resize(size, 0);
-            let room = &mut self.payload[have..];
-            let received = socket::peek(stream, room, &mut self.fds);
+            let buffer = &mut self.payload[have..];
+            let received = socket::peek(stream, buffer, &mut self.fds);
             let bytes = received.as_ref().map_or(0, |received| received.bytes);
             self.payload.truncate(have + bytes);
             match received {
@@ -236,11 +236,11 @@ impl MessageReader {
 /// Receives bytes and descriptors; `None` if the call would block.
 fn receive(
     stream: &UnixStream,
-    room: &mut [u8],
+    buffer: &mut [u8],
     fds: &mut Vec<OwnedFd>,
     fds_lost: &mut bool,
 ) -> io::Result<Option<usize>> {
-    match socket::receive(stream, room, fds) {
+    match socket::receive(stream, buffer, fds) {
         Ok(received) => {
             *fds_lost |= received.has_lost_fds;
             Ok(Some(received.bytes))

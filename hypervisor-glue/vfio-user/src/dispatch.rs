@@ -225,7 +225,7 @@ impl RequestDispatcher {
         let region = self.regions.get(index);
         let takes_fds = self.negotiated.is_some_and(|agreed| agreed.accepts_fds);
         let area = region.mappable.as_ref().filter(|_| takes_fds);
-        let told: Option<&MappableArea> = area.filter(|_| argsz >= FULL);
+        let reported_area: Option<&MappableArea> = area.filter(|_| argsz >= FULL);
 
         let mut flags = 0;
         if region.readable {
@@ -234,20 +234,20 @@ impl RequestDispatcher {
         if region.writable {
             flags |= RegionInfo::WRITE;
         }
-        if told.is_some() {
+        if reported_area.is_some() {
             flags |= RegionInfo::MMAP | RegionInfo::CAPS;
         }
         let info = RegionInfo {
             argsz: area.map_or(FIXED, |_| FULL).into(),
             flags: flags.into(),
             index: (index as u32).into(),
-            cap_offset: told.map_or(0, |_| FIXED).into(),
+            cap_offset: reported_area.map_or(0, |_| FIXED).into(),
             size: region.size.into(),
-            offset: told.map_or(0, |area| area.base).into(),
+            offset: reported_area.map_or(0, |area| area.base).into(),
         };
         reply.extend_from_slice(info.as_bytes());
 
-        let area = told?;
+        let area = reported_area?;
         let sparse = SparseMmap {
             id: SparseMmap::ID.into(),
             version: 1.into(),

@@ -69,8 +69,8 @@
 //! }
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let folder = tempfile::tempdir()?;
-//! # let path = folder.path().join("scratch.sock");
+//! # let dir = tempfile::tempdir()?;
+//! # let path = dir.path().join("scratch.sock");
 //! let server = VfioUserServer::bind(&path, Scratch { registers: [0; 4096] })?;
 //! let mut events = EventManager::new()?;
 //! events.add_subscriber(server);

@@ -104,13 +104,15 @@ impl SocketListener {
         // inherited one: servers do not replace a live socket's file.
         let bound = socket::bound_file(&socket).ok();
         let bound = bound.and_then(|file| FileId::from_file(file).ok());
-        let there = directory.entry(name).ok().flatten();
-        let ours = there.map(|there| there.id()).filter(|&there| match bound {
-            Some(bound) => there == bound,
-            None => directory
-                .socket_state(name)
-                .is_ok_and(|found| found == SocketPathState::Live),
-        });
+        let existing = directory.entry(name).ok().flatten();
+        let ours = existing
+            .map(|existing| existing.id())
+            .filter(|&existing| match bound {
+                Some(bound) => existing == bound,
+                None => directory
+                    .socket_state(name)
+                    .is_ok_and(|found| found == SocketPathState::Live),
+            });
         if ours.is_none() {
             warn!(
                 "The file of socket {} was removed or replaced: no client can connect until the server is restarted",
@@ -354,8 +356,8 @@ mod tests {
     #[test]
     fn path_may_be_as_long_as_a_client_can_connect_to() {
         let directory = TempDir::new().unwrap();
-        let room = 107 - directory.path().as_os_str().len() - 1;
-        let path = directory.path().join("s".repeat(room));
+        let max_name_bytes = 107 - directory.path().as_os_str().len() - 1;
+        let path = directory.path().join("s".repeat(max_name_bytes));
         let mut listener = SocketListener::bind(&path).unwrap();
         UnixStream::connect(&path).unwrap();
         assert!(listener.accept().unwrap().is_some());

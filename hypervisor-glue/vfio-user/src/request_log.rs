@@ -820,12 +820,14 @@ mod tests {
 
     #[test]
     fn the_request_log_of_this_layout_matches_the_stored_file() {
-        let mut journal = RequestLog::new().unwrap();
+        let mut request_log = RequestLog::new().unwrap();
         let head = stored_head();
-        journal.write_reply(head.sequence, b"answered").unwrap();
-        journal.commit(head, Some(b"a device".to_vec())).unwrap();
-        journal.set_sent_bytes(4).unwrap();
-        let mut file = &journal.shared.file;
+        request_log.write_reply(head.sequence, b"answered").unwrap();
+        request_log
+            .commit(head, Some(b"a device".to_vec()))
+            .unwrap();
+        request_log.set_sent_bytes(4).unwrap();
+        let mut file = &request_log.shared.file;
         assert_eq!(file.metadata().unwrap().len(), STORED_LEN);
         assert_eq!(file.stream_position().unwrap(), STORED_POSITION);
         // Offsets of the header, the two heads, the two places for the device's state, and the slot of this reply.
@@ -856,26 +858,26 @@ mod tests {
         file.seek(SeekFrom::Start(STORED_POSITION)).unwrap();
         let record = RequestLogContents::read_running(file.try_clone().unwrap().into()).unwrap();
         assert_eq!(record.device_state(), b"a device");
-        let (journal, record) = RequestLog::from_predecessor(file.into()).unwrap();
+        let (request_log, record) = RequestLog::from_predecessor(file.into()).unwrap();
         assert_eq!(
             (record.device_state(), record.is_connected()),
             (&b"a device"[..], true)
         );
-        assert_eq!(journal.head(), stored_head());
-        assert_eq!(journal.reply().unwrap(), b"answered");
-        assert_eq!(journal.sent_bytes().unwrap(), Some(4));
+        assert_eq!(request_log.head(), stored_head());
+        assert_eq!(request_log.reply().unwrap(), b"answered");
+        assert_eq!(request_log.sent_bytes().unwrap(), Some(4));
     }
 
     #[test]
     fn a_request_log_of_another_layout_is_refused_before_and_after_a_kill() {
-        let mut journal = RequestLog::new().unwrap();
-        commit(&mut journal, b"state");
+        let mut request_log = RequestLog::new().unwrap();
+        commit(&mut request_log, b"state");
         let later = LAYOUT + 1;
-        let file = &journal.shared.file;
+        let file = &request_log.shared.file;
         file.write_all_at(&later.to_le_bytes(), 8).unwrap();
         for refused in [
-            RequestLogContents::read_running(share(&journal)).unwrap_err(),
-            RequestLog::from_predecessor(share(&journal)).unwrap_err(),
+            RequestLogContents::read_running(share(&request_log)).unwrap_err(),
+            RequestLog::from_predecessor(share(&request_log)).unwrap_err(),
         ] {
             assert!(
                 matches!(refused, RequestLogError::Layout { found } if found == later),
@@ -886,48 +888,50 @@ mod tests {
 
     #[test]
     fn a_state_stored_during_a_request_is_used_by_the_next_process() {
-        let mut journal = RequestLog::new().unwrap();
-        let stored = |journal: &RequestLog| {
-            let file = journal.as_fd().try_clone_to_owned().unwrap();
+        let mut request_log = RequestLog::new().unwrap();
+        let stored = |request_log: &RequestLog| {
+            let file = request_log.as_fd().try_clone_to_owned().unwrap();
             let (again, record) = RequestLog::from_predecessor(file).unwrap();
             (again.head().sequence, record.device_state().to_owned())
         };
-        let head = journal.head().next(LoggedConnection::default());
-        journal.commit(head, Some(b"before".to_vec())).unwrap();
-        journal.set_sent_bytes(0).unwrap();
-        let store = journal.state_store();
+        let head = request_log.head().next(LoggedConnection::default());
+        request_log.commit(head, Some(b"before".to_vec())).unwrap();
+        request_log.set_sent_bytes(0).unwrap();
+        let store = request_log.state_store();
         store.store(b"amid").unwrap();
-        assert_eq!(stored(&journal), (head.sequence, b"amid".to_vec()));
+        assert_eq!(stored(&request_log), (head.sequence, b"amid".to_vec()));
         store.store(b"later").unwrap();
         // The next commit has no device state, because the request has not changed the state since.
-        let next = journal.head().next(LoggedConnection::default());
-        journal.commit(next, None).unwrap();
-        journal.set_sent_bytes(0).unwrap();
-        assert_eq!(stored(&journal), (next.sequence, b"later".to_vec()));
+        let next = request_log.head().next(LoggedConnection::default());
+        request_log.commit(next, None).unwrap();
+        request_log.set_sent_bytes(0).unwrap();
+        assert_eq!(stored(&request_log), (next.sequence, b"later".to_vec()));
     }
 
     /// Commits one request of a client.
-    fn commit(journal: &mut RequestLog, state: &[u8]) {
-        let head = journal.head().next(LoggedConnection::default());
-        journal.commit(head, Some(state.to_vec())).unwrap();
+    fn commit(request_log: &mut RequestLog, state: &[u8]) {
+        let head = request_log.head().next(LoggedConnection::default());
+        request_log.commit(head, Some(state.to_vec())).unwrap();
     }
 
-    fn share(journal: &RequestLog) -> OwnedFd {
-        journal.as_fd().try_clone_to_owned().unwrap()
+    fn share(request_log: &RequestLog) -> OwnedFd {
+        request_log.as_fd().try_clone_to_owned().unwrap()
     }
 
     #[test]
     fn a_running_servers_log_is_readable_while_it_sends() {
-        let mut journal = RequestLog::new().unwrap();
-        commit(&mut journal, b"state");
-        // The server commits and sends a part of the next reply, so its position does not fit the head that was read before.
-        journal.seek(journal.head().end_offset() + 20).unwrap();
-        let refused = RequestLog::from_predecessor(share(&journal)).unwrap_err();
+        let mut request_log = RequestLog::new().unwrap();
+        commit(&mut request_log, b"state");
+        // The server commits and sends a part of its reply after the reader has read the head.
+        request_log
+            .seek(request_log.head().end_offset() + 20)
+            .unwrap();
+        let refused = RequestLog::from_predecessor(share(&request_log)).unwrap_err();
         assert!(
             matches!(refused, RequestLogError::Damaged { .. }),
             "{refused}"
         );
-        let record = RequestLogContents::read_running(share(&journal)).unwrap();
+        let record = RequestLogContents::read_running(share(&request_log)).unwrap();
         assert_eq!(
             (record.device_state(), record.is_connected()),
             (&b"state"[..], true)
@@ -936,19 +940,19 @@ mod tests {
 
     #[test]
     fn a_running_servers_state_is_read_as_committed() {
-        let mut journal = RequestLog::new().unwrap();
-        commit(&mut journal, b"first");
-        let shared = || share(&journal);
+        let mut request_log = RequestLog::new().unwrap();
+        commit(&mut request_log, b"first");
+        let shared = || share(&request_log);
         let (first, second) = (shared(), shared());
         // The second of these commits overwrites the state that is being read.
         let mut states = [&b"second"[..], b"third"].into_iter();
         let record = RequestLogContents::read_changing(first, || {
             for state in states.by_ref() {
-                commit(&mut journal, state);
+                commit(&mut request_log, state);
             }
         });
         assert_eq!(record.unwrap().device_state(), b"third");
-        let error = RequestLogContents::read_changing(second, || commit(&mut journal, b"more"))
+        let error = RequestLogContents::read_changing(second, || commit(&mut request_log, b"more"))
             .unwrap_err();
         assert!(matches!(error, RequestLogError::Busy), "{error}");
     }

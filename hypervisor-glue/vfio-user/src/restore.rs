@@ -31,8 +31,8 @@
 //! matching `max_data_xfer_size`. A client that cuts a message into hundreds of pieces, or shrinks its socket's buffer, fills
 //! the buffer before the message is complete, and blocks only itself.
 //!
-//! If a process ends between accept(2) and [`VfioUserDevice::persist_client`], the connection is lost. The client has not got an
-//! answer to `VERSION` yet, and finds the connection closed.
+//! If a process ends between accept(2) and [`VfioUserDevice::persist_client`], the connection is lost. The client has not got
+//! an answer to `VERSION` yet, and finds the connection closed.
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
@@ -71,9 +71,9 @@ impl VfioUserSession {
     pub(crate) fn begin_logged(
         stream: UnixStream,
         regions: Arc<DeviceRegions>,
-        journal: &mut RequestLog,
+        request_log: &mut RequestLog,
     ) -> Result<Self, RequestLogError> {
-        journal.finish_request()?;
+        request_log.finish_request()?;
         reset_peek_offset(&stream)?;
         Ok(Self::with_connection(
             stream,
@@ -88,18 +88,18 @@ impl VfioUserSession {
         stream: UnixStream,
         regions: Arc<DeviceRegions>,
         connected: LoggedConnection,
-        journal: &mut RequestLog,
+        request_log: &mut RequestLog,
     ) -> Result<Self, RequestLogError> {
         let LoggedRequest {
             request_bytes: request,
             reply_bytes: reply,
             memory_region: memory_of,
             ..
-        } = journal.head();
+        } = request_log.head();
         let left = socket::peek_offset(&stream)
             .map_err(socket_error)?
             .min(request);
-        let pending = journal.sent_bytes()?.map(|sent| UnfinishedRequest {
+        let pending = request_log.sent_bytes()?.map(|sent| UnfinishedRequest {
             sent_bytes: sent,
             unread_bytes: left,
         });
@@ -110,7 +110,7 @@ impl VfioUserSession {
         });
         if pending.is_none() {
             // The predecessor may have ended between sending the reply and freeing the reply's memory.
-            journal.finish_request()?;
+            request_log.finish_request()?;
             reset_peek_offset(&stream)?;
         }
         let mut this = Self::with_connection(stream, regions, connected, pending);
@@ -121,9 +121,9 @@ impl VfioUserSession {
                 return Err(RequestLogError::NoMemory { region });
             }
             let now = socket_queue_bytes(&this.stream).map_err(socket_error)?;
-            let before = journal.head().before_sending;
+            let before = request_log.head().before_sending;
             if before.is_some_and(|before| now.has_more_than(before)) {
-                journal.set_sent_bytes(reply)?;
+                request_log.set_sent_bytes(reply)?;
                 this.unfinished = Some(UnfinishedRequest {
                     sent_bytes: reply,
                     unread_bytes: left,
@@ -153,9 +153,9 @@ impl VfioUserSession {
     }
 
     /// Returns the socket events that a session waits for before it runs for the first time.
-    pub(crate) fn initial_events(&self, journal: &RequestLog) -> EventSet {
+    pub(crate) fn initial_events(&self, request_log: &RequestLog) -> EventSet {
         match self.unfinished {
-            Some(pending) if pending.sent_bytes < journal.head().reply_bytes => EventSet::OUT,
+            Some(pending) if pending.sent_bytes < request_log.head().reply_bytes => EventSet::OUT,
             // Bytes of the request that are left in the socket make it readable, so the session continues with them.
             _ => EventSet::IN,
         }
@@ -166,10 +166,10 @@ impl VfioUserSession {
     pub(crate) fn run_logged<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
-        journal: &mut RequestLog,
+        request_log: &mut RequestLog,
     ) -> Option<EventSet> {
         for _ in 0..MESSAGES_PER_TURN {
-            match self.answer_logged(device, journal) {
+            match self.answer_logged(device, request_log) {
                 Ok(RequestStepOutcome::Answered) => {}
                 Ok(RequestStepOutcome::Waiting(events)) => return Some(events),
                 Err(ended) => {
@@ -184,9 +184,9 @@ impl VfioUserSession {
     fn answer_logged<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
-        journal: &mut RequestLog,
+        request_log: &mut RequestLog,
     ) -> Result<RequestStepOutcome, StreamEnd> {
-        if self.unfinished.is_some() && !self.finish_request(journal)? {
+        if self.unfinished.is_some() && !self.finish_request(request_log)? {
             return Ok(RequestStepOutcome::Waiting(EventSet::OUT));
         }
         let mut connected = LoggedConnection::default();
@@ -227,22 +227,22 @@ impl VfioUserSession {
 
         self.write_reply(&header, refusal.as_ref(), connected.is_closing);
         connected.negotiated = self.dispatcher.negotiated();
-        let mut head = journal.head().next(connected);
+        let mut head = request_log.head().next(connected);
         head.request_bytes = request;
         let reply = self.writer.bytes();
         // The cast keeps the value: the reply has at most `max_data_xfer_size` bytes and two headers.
         head.reply_bytes = reply.len() as u32;
         if !reply.is_empty() {
-            journal.write_reply(head.sequence, reply)?;
+            request_log.write_reply(head.sequence, reply)?;
             head.memory_region = memory_of;
         }
-        journal.commit(head, device.save())?;
+        request_log.commit(head, device.save())?;
         device.on_saved();
         self.unfinished = Some(UnfinishedRequest {
             sent_bytes: 0,
             unread_bytes: request,
         });
-        match self.finish_request(journal)? {
+        match self.finish_request(request_log)? {
             true => Ok(RequestStepOutcome::Answered),
             false => Ok(RequestStepOutcome::Waiting(EventSet::OUT)),
         }
@@ -269,37 +269,37 @@ impl VfioUserSession {
     }
 
     /// Sends the unsent bytes of the reply, and removes the request's bytes from the socket. Returns true once both are done.
-    fn finish_request(&mut self, journal: &mut RequestLog) -> Result<bool, StreamEnd> {
+    fn finish_request(&mut self, request_log: &mut RequestLog) -> Result<bool, StreamEnd> {
         let Some(pending) = &mut self.unfinished else {
             return Ok(true);
         };
-        let mut head = journal.head();
+        let mut head = request_log.head();
         let ends = head.client.is_some_and(|client| client.is_closing);
         while pending.sent_bytes < head.reply_bytes {
             let memory = head.memory_region.filter(|_| pending.sent_bytes == 0);
             let sent = match memory {
                 Some(region) => {
                     let memory = self.dispatcher.region_memory(region);
-                    let reply = journal.reply()?;
+                    let reply = request_log.reply()?;
                     head.before_sending =
                         Some(socket_queue_bytes(&self.stream).map_err(StreamEnd::Failed)?);
-                    journal.commit(head, None)?;
+                    request_log.commit(head, None)?;
                     let sent = socket::send(&self.stream, &reply, memory.as_deref());
                     if sent.is_err() {
                         head.before_sending = None;
-                        journal.commit(head, None)?;
+                        request_log.commit(head, None)?;
                     }
                     // The cast keeps the value, since sent bytes are at most the reply's size.
                     sent.map(|sent| sent as u32)
                 }
-                None => journal.send(&self.stream, head.reply_bytes - pending.sent_bytes),
+                None => request_log.send(&self.stream, head.reply_bytes - pending.sent_bytes),
             };
             match sent {
                 Ok(sent) => {
                     crash_point();
                     pending.sent_bytes += sent;
                     if memory.is_some() {
-                        journal.set_sent_bytes(pending.sent_bytes)?;
+                        request_log.set_sent_bytes(pending.sent_bytes)?;
                         crash_point();
                     }
                 }
@@ -316,8 +316,8 @@ impl VfioUserSession {
 
         let mut scrap = [0; 4096];
         while pending.unread_bytes > 0 {
-            let room = scrap.len().min(pending.unread_bytes as usize);
-            match (&self.stream).read(&mut scrap[..room]) {
+            let len = scrap.len().min(pending.unread_bytes as usize);
+            match (&self.stream).read(&mut scrap[..len]) {
                 Ok(0) => return Err(StreamEnd::Failed(io::ErrorKind::UnexpectedEof.into())),
                 // The cast keeps the value: `taken` is at most `unread_bytes`.
                 Ok(taken) => pending.unread_bytes -= taken as u32,
@@ -326,7 +326,7 @@ impl VfioUserSession {
             }
             crash_point();
         }
-        journal.finish_request()?;
+        request_log.finish_request()?;
         self.writer.discard();
         self.unfinished = None;
         Ok(true)

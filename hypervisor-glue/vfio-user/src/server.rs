@@ -108,10 +108,10 @@ impl ConnectedClient {
     fn run<D: VfioUserDevice>(
         &mut self,
         device: &mut D,
-        journal: Option<&mut RequestLog>,
+        request_log: Option<&mut RequestLog>,
     ) -> Option<EventSet> {
-        if let Some(journal) = journal {
-            return self.session.run_logged(device, journal);
+        if let Some(request_log) = request_log {
+            return self.session.run_logged(device, request_log);
         }
         match self.session.run(device) {
             SessionReadiness::Reading => Some(EventSet::IN),
@@ -148,7 +148,8 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         Self::bind_inner(path.as_ref(), access, device, None)
     }
 
-    /// [Offers](Self::bind_with) `device` at `path`, and commits the states of the device and of the connection to `journal`.
+    /// [Offers](Self::bind_with) `device` at `path`, and commits the states of the device and of the connection to
+    /// `request_log`.
     ///
     /// # Errors
     ///
@@ -157,19 +158,19 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         path: impl AsRef<Path>,
         access: SocketAccess,
         mut device: D,
-        mut journal: RequestLog,
+        mut request_log: RequestLog,
     ) -> Result<Self, Error> {
-        let head = journal.head().with_client(None);
-        journal.commit(head, device.save())?;
+        let head = request_log.head().with_client(None);
+        request_log.commit(head, device.save())?;
         device.on_saved();
-        Self::bind_inner(path.as_ref(), access, device, Some(journal))
+        Self::bind_inner(path.as_ref(), access, device, Some(request_log))
     }
 
     fn bind_inner(
         path: &Path,
         access: SocketAccess,
         device: D,
-        journal: Option<RequestLog>,
+        request_log: Option<RequestLog>,
     ) -> Result<Self, Error> {
         let regions = Arc::new(DeviceRegions::from_device(&device)?);
         Ok(Self {
@@ -178,7 +179,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
             regions,
             client: None,
             waiting_client: None,
-            request_log: journal,
+            request_log,
             is_released: false,
         })
     }
@@ -202,7 +203,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     /// socket file unchanged.
     pub fn resume(
         listener: SocketListener,
-        journal: RequestLog,
+        request_log: RequestLog,
         stream: Option<UnixStream>,
         device: D,
     ) -> Result<Self, Error> {
@@ -212,7 +213,7 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
             device,
             client: None,
             waiting_client: None,
-            request_log: Some(journal),
+            request_log: Some(request_log),
             is_released: true,
         };
         this.restore_client(stream)?;
@@ -222,21 +223,21 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     }
 
     fn restore_client(&mut self, stream: Option<UnixStream>) -> Result<(), Error> {
-        let Some(journal) = &mut self.request_log else {
+        let Some(request_log) = &mut self.request_log else {
             return Ok(());
         };
         let path = self.listener.path().display();
         let regions = self.regions.clone();
-        let head = journal.head();
+        let head = request_log.head();
         let Some(stream) = stream else {
             if head.client.is_some() {
                 info!("The client of {path} disconnected with the end of the previous process");
                 self.device.on_disconnected();
                 let none = head.with_client(None);
-                journal.commit(none, self.device.save())?;
+                request_log.commit(none, self.device.save())?;
             }
             // Removes the last reply from the request log, even if the client has not read it.
-            journal.finish_request()?;
+            request_log.finish_request()?;
             self.device.on_saved();
             return Ok(());
         };
@@ -249,24 +250,26 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
         let process = socket::peer_process(&stream).ok();
         let peer = PeerProcess::from_stream(&stream).ok();
         let session = match head.client {
-            Some(connected) => VfioUserSession::resume_logged(stream, regions, connected, journal)?,
+            Some(connected) => {
+                VfioUserSession::resume_logged(stream, regions, connected, request_log)?
+            }
             // The request log has no client: the predecessor or the client has ended this connection.
             None if socket::has_hung_up(&stream).unwrap_or(true) => {
                 self.device.on_saved();
                 return Ok(());
             }
             None => {
-                let session = VfioUserSession::begin_logged(stream, regions, journal)?;
+                let session = VfioUserSession::begin_logged(stream, regions, request_log)?;
                 self.device.on_connected(process);
                 let head = head.with_client(Some(LoggedConnection::default()));
-                journal.commit(head, self.device.save())?;
+                request_log.commit(head, self.device.save())?;
                 self.device.on_saved();
                 session
             }
         };
         debug!("The client of {path} continues");
         self.client = Some(ConnectedClient {
-            watched_events: session.initial_events(journal),
+            watched_events: session.initial_events(request_log),
             session,
             peer,
             refused_clients: 0,
@@ -282,11 +285,11 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     ///
     /// The request log cannot be written, or the state is too large.
     pub fn commit(&mut self) -> Result<(), RequestLogError> {
-        let Some(journal) = self.request_log.as_mut().filter(|_| !self.is_released) else {
+        let Some(request_log) = self.request_log.as_mut().filter(|_| !self.is_released) else {
             return Ok(());
         };
         match self.device.save() {
-            Some(state) => journal.commit(journal.head(), Some(state))?,
+            Some(state) => request_log.commit(request_log.head(), Some(state))?,
             None => return Ok(()),
         }
         self.device.on_saved();
@@ -340,14 +343,14 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
             Some(since) => (since + bound).saturating_sub(now),
             None => Duration::ZERO,
         };
-        let silent = self
+        let unnegotiated = self
             .client
             .as_ref()
             .filter(|client| !client.has_negotiated());
-        let silent = silent.map(|client| left(client.first_seen, NEGOTIATION_TIMEOUT));
-        let newcomer = self.waiting_client.as_ref();
-        let newcomer = newcomer.map(|(_, since)| left(*since, SUCCESSION_TIMEOUT));
-        silent.into_iter().chain(newcomer).min()
+        let unnegotiated = unnegotiated.map(|client| left(client.first_seen, NEGOTIATION_TIMEOUT));
+        let waiting = self.waiting_client.as_ref();
+        let waiting = waiting.map(|(_, since)| left(*since, SUCCESSION_TIMEOUT));
+        unnegotiated.into_iter().chain(waiting).min()
     }
 
     /// Handles expired timeouts: disconnects a client that has not sent `VERSION`, and refuses a new client that waits for the
@@ -539,18 +542,18 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
     /// Commits `client` to the request log as the connected client, or that no client is connected. Returns whether the commit
     /// succeeded.
     fn commit_client(&mut self, client: Option<LoggedConnection>) -> bool {
-        let Some(journal) = &mut self.request_log else {
+        let Some(request_log) = &mut self.request_log else {
             return true;
         };
         crash_point();
-        let head = journal.head().with_client(client);
-        let noted = journal.commit(head, self.device.save());
+        let head = request_log.head().with_client(client);
+        let noted = request_log.commit(head, self.device.save());
         let freed = noted.and_then(|()| {
             self.device.on_saved();
             match client {
                 Some(_) => Ok(()),
                 // Removes the last reply from the request log, even if the client has not read it.
-                None => journal.finish_request(),
+                None => request_log.finish_request(),
             }
         });
         freed
@@ -568,11 +571,11 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
 fn begin_session(
     stream: UnixStream,
     regions: Arc<DeviceRegions>,
-    journal: Option<&mut RequestLog>,
+    request_log: Option<&mut RequestLog>,
     watcher: &mut impl SocketWatcher,
 ) -> Result<VfioUserSession, Box<dyn std::error::Error>> {
-    let session = match journal {
-        Some(journal) => VfioUserSession::begin_logged(stream, regions, journal)?,
+    let session = match request_log {
+        Some(request_log) => VfioUserSession::begin_logged(stream, regions, request_log)?,
         None => VfioUserSession::with_regions(stream, regions),
     };
     watcher.add(session.as_raw_fd(), CLIENT, EventSet::IN)?;

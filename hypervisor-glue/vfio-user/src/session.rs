@@ -204,8 +204,8 @@ mod tests {
             .collect()
     }
 
-    fn write_all(talk: &SessionFixture, bytes: &[u8]) {
-        (&talk.client).write_all(bytes).unwrap();
+    fn write_all(session: &SessionFixture, bytes: &[u8]) {
+        (&session.client).write_all(bytes).unwrap();
     }
 
     #[test]
@@ -222,17 +222,17 @@ mod tests {
         ]
         .concat();
         for cut in 0..=stream.len() {
-            let mut talk = SessionFixture::begin(RecordingDevice::new());
+            let mut session = SessionFixture::begin(RecordingDevice::new());
             for piece in [&stream[..cut], &stream[cut..]] {
-                write_all(&talk, piece);
-                assert_eq!(talk.run(), SessionReadiness::Reading, "cut at {cut}");
+                write_all(&session, piece);
+                assert_eq!(session.run(), SessionReadiness::Reading, "cut at {cut}");
             }
             for id in 1..=3 {
-                let reply = talk.receive_reply().unwrap();
+                let reply = session.receive_reply().unwrap();
                 assert_eq!((reply.header.message_id.get(), reply.errno()), (id, 0));
             }
-            assert!(talk.receive_reply().is_none());
-            assert_eq!((talk.device.resets, talk.device.bar0[0]), (1, 9));
+            assert!(session.receive_reply().is_none());
+            assert_eq!((session.device.resets, session.device.bar0[0]), (1, 9));
         }
     }
 
@@ -249,20 +249,27 @@ mod tests {
         // Each case sends the descriptor with another byte of the message: of the header, of the payload, or with the last
         // byte.
         for with in before..before + 36 {
-            let mut talk = SessionFixture::begin(RecordingDevice::new());
+            let mut session = SessionFixture::begin(RecordingDevice::new());
             let (tracer, fd) = DescriptorTracer::new();
-            write_all(&talk, &stream[..with]);
+            write_all(&session, &stream[..with]);
             let one = [&stream[with..][..1]];
-            talk.client.send_with_fds(&one, &[fd.as_raw_fd()]).unwrap();
+            session
+                .client
+                .send_with_fds(&one, &[fd.as_raw_fd()])
+                .unwrap();
             drop(fd);
-            write_all(&talk, &stream[with + 1..]);
-            assert_eq!(talk.run(), SessionReadiness::Reading);
+            write_all(&session, &stream[with + 1..]);
+            assert_eq!(session.run(), SessionReadiness::Reading);
             for _ in 0..4 {
-                assert_eq!(talk.receive_reply().unwrap().errno(), 0, "with byte {with}");
+                assert_eq!(
+                    session.receive_reply().unwrap().errno(),
+                    0,
+                    "with byte {with}"
+                );
             }
-            assert_eq!(talk.device.irqs.len(), 1);
+            assert_eq!(session.device.irqs.len(), 1);
             assert!(!tracer.is_closed());
-            talk.device.irqs.clear();
+            session.device.irqs.clear();
             assert!(tracer.is_closed());
         }
     }
@@ -276,19 +283,22 @@ mod tests {
         .concat();
         let first = message(1, VfioUserCommand::VERSION, 0, VERSION).len();
         for cut in 0..=stream.len() {
-            let mut talk = SessionFixture::begin(RecordingDevice::new());
+            let mut session = SessionFixture::begin(RecordingDevice::new());
             let (tracer, fd) = DescriptorTracer::new();
-            write_all(&talk, &stream[..cut.min(first)]);
+            write_all(&session, &stream[..cut.min(first)]);
             if cut > first {
                 let rest = [&stream[first..cut]];
-                talk.client.send_with_fds(&rest, &[fd.as_raw_fd()]).unwrap();
+                session
+                    .client
+                    .send_with_fds(&rest, &[fd.as_raw_fd()])
+                    .unwrap();
             }
             drop(fd);
-            talk.client.shutdown(std::net::Shutdown::Write).unwrap();
-            assert!(talk.session.has_hung_up());
-            assert_eq!(talk.run(), SessionReadiness::Ended, "cut at {cut}");
-            assert_eq!(talk.device.irqs.len(), usize::from(cut == stream.len()));
-            drop(talk);
+            session.client.shutdown(std::net::Shutdown::Write).unwrap();
+            assert!(session.session.has_hung_up());
+            assert_eq!(session.run(), SessionReadiness::Ended, "cut at {cut}");
+            assert_eq!(session.device.irqs.len(), usize::from(cut == stream.len()));
+            drop(session);
             assert!(tracer.is_closed());
         }
     }
@@ -306,55 +316,68 @@ mod tests {
             (VfioUserCommand(999), u32::MAX),
             (VfioUserCommand::REGION_WRITE, region_write + 1),
         ] {
-            let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+            let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
             let mut message = message(7, command, 0, &[]);
             message[4..8].copy_from_slice(&size.to_le_bytes());
-            write_all(&talk, &message);
-            assert_eq!(talk.run(), SessionReadiness::Ended, "{command} of {size}");
-            let reply = talk.receive_reply().unwrap();
+            write_all(&session, &message);
+            assert_eq!(
+                session.run(),
+                SessionReadiness::Ended,
+                "{command} of {size}"
+            );
+            let reply = session.receive_reply().unwrap();
             assert_eq!(reply.errno(), libc::EINVAL as u32);
             assert_eq!(reply.header.message_id.get(), 7);
-            assert!(talk.closes_for_client());
+            assert!(session.closes_for_client());
         }
     }
 
     #[test]
     fn largest_messages_are_taken() {
-        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+        let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
         let payload = vec![0; MAX_CONTROL_PAYLOAD];
-        assert_ne!(talk.request(VfioUserCommand(999), &payload).errno(), 0);
+        assert_ne!(session.request(VfioUserCommand(999), &payload).errno(), 0);
 
         let access = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
         let payload = [&access[..], &vec![3; MAX_DATA_XFER_SIZE as usize]].concat();
         let message = message(8, VfioUserCommand::REGION_WRITE, 0, &payload);
         for piece in message.chunks(100_000) {
-            write_all(&talk, piece);
-            assert_eq!(talk.run(), SessionReadiness::Reading);
+            write_all(&session, piece);
+            assert_eq!(session.run(), SessionReadiness::Reading);
         }
         // The accesses lie beyond the end of the region, so they write nothing.
-        let reply = talk.receive_reply().unwrap();
+        let reply = session.receive_reply().unwrap();
         assert_eq!((reply.errno(), reply.payload), (0, access));
-        assert_eq!(talk.request(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
+        assert_eq!(
+            session.request(VfioUserCommand::DEVICE_RESET, &[]).errno(),
+            0
+        );
     }
 
     #[test]
     fn replies_are_no_commands() {
-        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+        let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
         for kind in [1, 2, 15] {
             write_all(
-                &talk,
+                &session,
                 &message(kind as u16, VfioUserCommand::DEVICE_RESET, kind, &[1, 2]),
             );
-            assert_eq!(talk.run(), SessionReadiness::Reading);
-            assert_eq!(talk.receive_reply().unwrap().errno(), libc::EINVAL as u32);
+            assert_eq!(session.run(), SessionReadiness::Reading);
+            assert_eq!(
+                session.receive_reply().unwrap().errno(),
+                libc::EINVAL as u32
+            );
         }
-        assert_eq!(talk.device.resets, 0);
-        assert_eq!(talk.request(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
+        assert_eq!(session.device.resets, 0);
+        assert_eq!(
+            session.request(VfioUserCommand::DEVICE_RESET, &[]).errno(),
+            0
+        );
     }
 
     #[test]
     fn no_reply_is_sent_where_none_is_wanted() {
-        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+        let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
         let stream = [
             message(
                 1,
@@ -371,11 +394,11 @@ mod tests {
             message(3, VfioUserCommand(999), VfioUserHeader::NO_REPLY, &[]),
             message(4, VfioUserCommand::DEVICE_RESET, 0, &[]),
         ];
-        write_all(&talk, &stream.concat());
-        assert_eq!(talk.run(), SessionReadiness::Reading);
-        assert_eq!(talk.receive_reply().unwrap().header.message_id.get(), 4);
-        assert!(talk.receive_reply().is_none());
-        assert_eq!(talk.device.resets, 2);
+        write_all(&session, &stream.concat());
+        assert_eq!(session.run(), SessionReadiness::Reading);
+        assert_eq!(session.receive_reply().unwrap().header.message_id.get(), 4);
+        assert!(session.receive_reply().is_none());
+        assert_eq!(session.device.resets, 2);
 
         let mut bad_size = message(
             5,
@@ -384,76 +407,85 @@ mod tests {
             &[],
         );
         bad_size[4] = 1;
-        write_all(&talk, &bad_size);
-        assert_eq!(talk.run(), SessionReadiness::Ended);
-        assert!(talk.receive_reply().is_none());
+        write_all(&session, &bad_size);
+        assert_eq!(session.run(), SessionReadiness::Ended);
+        assert!(session.receive_reply().is_none());
     }
 
     #[test]
     fn more_fds_than_a_message_can_have_end_the_connection() {
-        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+        let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
         let (tracer, fd) = DescriptorTracer::new();
         let message = message(1, VfioUserCommand::DEVICE_SET_IRQS, 0, &irqs());
         let fds = [fd.as_raw_fd(); 100];
         for byte in message[..3].chunks(1) {
-            talk.client.send_with_fds(&[byte], &fds).unwrap();
+            session.client.send_with_fds(&[byte], &fds).unwrap();
         }
         drop(fd);
-        assert_eq!(talk.run(), SessionReadiness::Ended);
-        drop(talk);
+        assert_eq!(session.run(), SessionReadiness::Ended);
+        drop(session);
         assert!(tracer.is_closed());
     }
 
     /// The client sends and does not read, so its requests stay in its socket.
     #[test]
     fn unread_replies_stop_the_client_and_nothing_else() {
-        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+        let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
         let read = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
-        let asked = 20_u16;
-        for id in 0..asked {
-            write_all(&talk, &message(id, VfioUserCommand::REGION_READ, 0, &read));
+        let requested = 20_u16;
+        for id in 0..requested {
+            write_all(
+                &session,
+                &message(id, VfioUserCommand::REGION_READ, 0, &read),
+            );
         }
         for _ in 0..100 {
-            assert_eq!(talk.run(), SessionReadiness::Writing);
+            assert_eq!(session.run(), SessionReadiness::Writing);
         }
-        assert!(talk.device.accesses.is_empty(), "beyond the end of BAR0");
+        assert!(session.device.accesses.is_empty(), "beyond the end of BAR0");
 
         // The client begins to read, and gets every reply.
         let whole = 32 + MAX_DATA_XFER_SIZE as usize;
         let mut stream = Vec::new();
         let mut buffer = vec![0; 1 << 20];
-        while stream.len() < whole * usize::from(asked) {
-            let read = (&talk.client).read(&mut buffer).unwrap();
+        while stream.len() < whole * usize::from(requested) {
+            let read = (&session.client).read(&mut buffer).unwrap();
             stream.extend_from_slice(&buffer[..read]);
-            talk.run();
+            session.run();
         }
-        for (id, reply) in (0..asked).zip(stream.chunks(whole)) {
+        for (id, reply) in (0..requested).zip(stream.chunks(whole)) {
             assert_eq!(reply[..2], id.to_le_bytes());
             assert!(reply[32..].iter().all(|&byte| byte == 0xff));
         }
-        assert_eq!(talk.run(), SessionReadiness::Reading);
-        assert_eq!(talk.request(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
+        assert_eq!(session.run(), SessionReadiness::Reading);
+        assert_eq!(
+            session.request(VfioUserCommand::DEVICE_RESET, &[]).errno(),
+            0
+        );
     }
 
     #[test]
     fn a_client_that_disconnects_without_reading_ends_the_session() {
-        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+        let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
         let read = [&[0; 12][..], &MAX_DATA_XFER_SIZE.to_le_bytes()].concat();
-        write_all(&talk, &message(1, VfioUserCommand::REGION_READ, 0, &read));
-        assert_eq!(talk.run(), SessionReadiness::Writing);
+        write_all(
+            &session,
+            &message(1, VfioUserCommand::REGION_READ, 0, &read),
+        );
+        assert_eq!(session.run(), SessionReadiness::Writing);
         let SessionFixture {
             client,
             mut session,
             mut device,
             ..
-        } = talk;
+        } = session;
         drop(client);
         assert_eq!(session.run(&mut device), SessionReadiness::Ended);
     }
 
     #[test]
     fn a_busy_client_does_not_occupy_the_thread() {
-        let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+        let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
         let posted = message(
             1,
             VfioUserCommand::DEVICE_RESET,
@@ -461,11 +493,11 @@ mod tests {
             &[],
         );
         let messages = 3 * MESSAGES_PER_TURN;
-        write_all(&talk, &posted.repeat(messages));
-        assert_eq!(talk.run(), SessionReadiness::Reading);
-        assert_eq!(talk.device.resets as usize, MESSAGES_PER_TURN);
-        talk.run();
-        talk.run();
-        assert_eq!(talk.device.resets as usize, messages);
+        write_all(&session, &posted.repeat(messages));
+        assert_eq!(session.run(), SessionReadiness::Reading);
+        assert_eq!(session.device.resets as usize, MESSAGES_PER_TURN);
+        session.run();
+        session.run();
+        assert_eq!(session.device.resets as usize, messages);
     }
 }

@@ -183,18 +183,18 @@ fn a_silent_client_does_not_occupy_the_device() {
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("one.sock");
     let mut events = Loop::new(&path);
-    for said in [&VERSION[..0], &VERSION[..7]] {
-        let mut silent = UnixStream::connect(&path).unwrap();
-        silent.write_all(said).unwrap();
+    for message in [&VERSION[..0], &VERSION[..7]] {
+        let mut idle = UnixStream::connect(&path).unwrap();
+        idle.write_all(message).unwrap();
         events.handle_events();
         let second = UnixStream::connect(&path).unwrap();
         assert!(events.closes(&second), "it may be slow");
         let due = events.server.next_timeout(events.now).unwrap();
         assert!(due >= Duration::from_secs(5), "{due:?}");
         events.advance(due - Duration::from_millis(1));
-        assert!(!events.closes(&silent));
+        assert!(!events.closes(&idle));
         events.advance(Duration::from_millis(1));
-        assert!(events.closes(&silent));
+        assert!(events.closes(&idle));
         let third = UnixStream::connect(&path).unwrap();
         assert!(events.negotiates(&third));
         // A client that has sent its version may be idle.

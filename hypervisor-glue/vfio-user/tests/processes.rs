@@ -39,9 +39,9 @@ fn with_low_limit(name: &str, test: impl FnOnce()) {
         .env(ALONE, "1")
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{said}");
-    assert!(said.contains("1 passed"), "{said}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("1 passed"), "{text}");
 }
 
 /// Opens files until no descriptor is left.
@@ -72,8 +72,8 @@ fn message_whose_fds_are_lost_is_refused_and_the_next_one_answered() {
         let null = File::open("/dev/null").unwrap();
         let mut taken = exhaust();
         // The process has free descriptors for none of the two files, then for one of them.
-        for room in [0, 1] {
-            taken.truncate(taken.len() - room);
+        for spare in [0, 1] {
+            taken.truncate(taken.len() - spare);
             let fds = [null.as_raw_fd(); 2];
             client.send_with_fds(&[&RESET[..]], &fds).unwrap();
             assert_eq!(session.run(&mut Nothing), SessionReadiness::Reading);
@@ -170,14 +170,14 @@ fn server_of_a_process(supervisor: &Path) {
     });
     let listener =
         SocketListener::from_predecessor(Path::new("kept.sock"), fds.next().unwrap()).unwrap();
-    let (journal, record) = RequestLog::from_predecessor(fds.next().unwrap()).unwrap();
+    let (request_log, record) = RequestLog::from_predecessor(fds.next().unwrap()).unwrap();
     let client = fds.next().map(UnixStream::from);
     let device = Counter {
         writes: u64::from_le_bytes(record.device_state().try_into().unwrap()),
         saved: None,
         persisted_client: None,
     };
-    let mut server = VfioUserServer::resume(listener, journal, client, device).unwrap();
+    let mut server = VfioUserServer::resume(listener, request_log, client, device).unwrap();
     let epoll = Epoll::new().unwrap();
     server.watch(&mut &epoll).unwrap();
     let end = VfioUserServer::<Counter>::TOKENS.end;
@@ -241,17 +241,17 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
         saved: None,
         persisted_client: None,
     };
-    let journal = RequestLog::new().unwrap();
+    let request_log = RequestLog::new().unwrap();
     let mut first =
-        VfioUserServer::bind_with_log(&path, SocketAccess::default(), device, journal).unwrap();
+        VfioUserServer::bind_with_log(&path, SocketAccess::default(), device, request_log).unwrap();
     let epoll = Epoll::new().unwrap();
     let mut client = UnixStream::connect(&path).unwrap();
     first.handle_event(VfioUserServer::<Counter>::TOKENS.start, &mut &epoll);
     // The timeout fails the test if a server stops answering.
-    let patience = Some(Duration::from_secs(60));
-    client.set_read_timeout(patience).unwrap();
+    let timeout = Some(Duration::from_secs(60));
+    client.set_read_timeout(timeout).unwrap();
     client.write_all(&VERSION).unwrap();
-    let kept: [OwnedFd; 3] = [
+    let persisted: [OwnedFd; 3] = [
         first.listener().as_fd().try_clone_to_owned().unwrap(),
         first
             .request_log()
@@ -273,7 +273,7 @@ fn client_of_servers_that_are_killed_sees_each_request_done_once() {
             .spawn()
             .unwrap();
         let (stream, _) = supervisor.accept().unwrap();
-        for fd in &kept {
+        for fd in &persisted {
             stream.send_with_fd(&b"x"[..], fd.as_raw_fd()).unwrap();
         }
         Process(child, stream)

@@ -370,8 +370,8 @@ fn a_second_client_is_refused_and_the_first_continues() {
         assert!(Client::new(&running.path()).is_err());
     }
     // A second client that sends nothing is refused as well.
-    let mut silent = UnixStream::connect(running.path()).unwrap();
-    assert_eq!(silent.read(&mut [0; 1]).unwrap(), 0);
+    let mut idle = UnixStream::connect(running.path()).unwrap();
+    assert_eq!(idle.read(&mut [0; 1]).unwrap(), 0);
     first.region_write(0, 0, &[1]).unwrap();
     assert!(running.disconnects[0].try_recv().is_err());
 }
@@ -459,9 +459,9 @@ fn an_invalid_message_disconnects_the_client() {
     let running = Running::one();
     let mut talker = UnixStream::connect(running.path()).unwrap();
     talker.write_all(&[0xff; 64]).unwrap();
-    let mut heard = Vec::new();
+    let mut replies = Vec::new();
     // The server closes with unread bytes, which some kernels report as a reset.
-    let _ = talker.read_to_end(&mut heard);
+    let _ = talker.read_to_end(&mut replies);
     running.wait_for_disconnect();
     running.client().region_write(0, 0, &[1]).unwrap();
 }

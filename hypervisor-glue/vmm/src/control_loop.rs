@@ -156,10 +156,10 @@ mod tests {
         let control = Arc::new(ControlLoop::new().unwrap());
         let source = EventFd::new(libc::EFD_NONBLOCK).unwrap();
         control.watch(source.as_raw_fd(), 7).unwrap();
-        let (turns, seen) = mpsc::channel();
+        let (events, seen) = mpsc::channel();
         let mut probe = TurnProbe {
             due: Some(Duration::from_millis(1)),
-            turns,
+            turns: events,
             source: source.try_clone().unwrap(),
         };
         let thread = thread::spawn({

@@ -30,19 +30,19 @@ impl LedgerWriterThread {
     /// # Errors
     /// Returns the kernel's error.
     pub(crate) fn start(ledger: Ledger) -> std::io::Result<Self> {
-        let (asked, requests) = mpsc::sync_channel(1);
-        let thread = start_thread("clerk", move || run(&ledger, &requests))?;
+        let (sender, requests) = mpsc::sync_channel(1);
+        let thread = start_thread("ledger-writer", move || run(&ledger, &requests))?;
         Ok(Self {
-            requests: Some(asked),
+            requests: Some(sender),
             thread: Some(thread),
         })
     }
 
     /// Requests a write of the ledger, after this process has taken over a further lease.
     pub(crate) fn request_write(&self) {
-        if let Some(asked) = &self.requests {
+        if let Some(sender) = &self.requests {
             // If the channel is full, a request is pending already.
-            let _ = asked.try_send(());
+            let _ = sender.try_send(());
         }
     }
 }

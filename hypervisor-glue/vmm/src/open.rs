@@ -162,10 +162,10 @@ impl LeaseLedgers {
     /// # Errors
     /// Returns the kernel's error if the thread cannot be started.
     pub fn with_ledger_writer(self) -> io::Result<Self> {
-        let clerk = LedgerWriterThread::start(self.shared.clone())?;
-        let clerk = Some(Arc::new(clerk));
+        let writer = LedgerWriterThread::start(self.shared.clone())?;
+        let writer = Some(Arc::new(writer));
         Ok(Self {
-            ledger_writer: clerk,
+            ledger_writer: writer,
             ..self
         })
     }
@@ -238,8 +238,8 @@ impl LeaseLedgers {
         let bytes = namespace.blocks << namespace.lba_shift;
         self.rename_leases(drive)?;
         let ledger = self.ledger_for(drive);
-        let room = ledger.capacity(drive.identity().name, namespace.nsid, bytes, unit)?;
-        Ok((unit, room))
+        let drive_capacity = ledger.capacity(drive.identity().name, namespace.nsid, bytes, unit)?;
+        Ok((unit, drive_capacity))
     }
 
     /// Moves leases in the ledger from a drive's previous names to its present name.
@@ -249,9 +249,9 @@ impl LeaseLedgers {
             former_names: formerly,
             ..
         } = drive.identity();
-        for before in formerly {
-            if self.ledger_for(drive).carry_over(before, name)? {
-                log::info!("Leases of {before} are now on {name}");
+        for earlier_name in formerly {
+            if self.ledger_for(drive).carry_over(earlier_name, name)? {
+                log::info!("Leases of {earlier_name} are now on {name}");
             }
         }
         Ok(())
@@ -333,7 +333,7 @@ impl LeaseLedgers {
         }
         let lease = ledger.acquire_with_claim(self.claim, &request)?;
         match &self.ledger_writer {
-            Some(clerk) => clerk.request_write(),
+            Some(writer) => writer.request_write(),
             None => ledger.record_holder()?,
         }
         Ok(lease)
@@ -355,8 +355,8 @@ fn default_unit(drive: &Drive) -> u64 {
 /// # Errors
 ///
 /// The drive does not allow the `unit=`, or no lease by size.
-fn requested_bytes(asked: LeaseSize, drive: &Drive) -> Result<RequestedBytes, OpenError> {
-    let LeaseSize { size, unit } = asked;
+fn requested_bytes(lease_size: LeaseSize, drive: &Drive) -> Result<RequestedBytes, OpenError> {
+    let LeaseSize { size, unit } = lease_size;
     let multiple = drive.controller().lease_unit_bytes();
     let unit = unit.map_or_else(|| default_unit(drive), |unit| unit.0);
     match multiple {
@@ -578,17 +578,20 @@ pub fn open_backend(
     }
     if sandbox::can_be_served(&options.path) {
         let text = function.text().to_string();
-        let patience = options.reconnect;
-        let served = attach_any_server(&ledgers.state_dir, &text, patience, pollers.threads())?;
-        if let Some(host) = served {
+        let timeout = options.reconnect;
+        let device = attach_any_server(&ledgers.state_dir, &text, timeout, pollers.threads())?;
+        if let Some(host) = device {
             return Ok((host.id().to_owned(), Arc::new(host)));
         }
         if sandbox::is_left(function) {
             return Err(OpenError::LeftToServers(options.path.clone()));
         }
     }
-    let attachment = open(options, ledgers, pollers, &AtomicBool::new(false))?;
-    Ok((attachment.lease().id().to_owned(), Arc::new(attachment)))
+    let local_backend = open(options, ledgers, pollers, &AtomicBool::new(false))?;
+    Ok((
+        local_backend.lease().id().to_owned(),
+        Arc::new(local_backend),
+    ))
 }
 
 #[cfg(test)]
@@ -597,8 +600,8 @@ mod tests {
 
     #[test]
     fn a_functions_memory_limit_overrides_the_servers() {
-        let folder = tempfile::tempdir().unwrap();
-        let ledgers = LeaseLedgers::open(folder.path());
+        let dir = tempfile::tempdir().unwrap();
+        let ledgers = LeaseLedgers::open(dir.path());
         let limited = ledgers.with_claim(LeaseClaim::Operator);
         let limited = limited.with_memory_limit(Some(ByteSize(4 << 30)));
         let of_vmm = limited.with_claim(LeaseClaim::OwnLease(7));

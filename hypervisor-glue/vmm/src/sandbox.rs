@@ -38,13 +38,13 @@ fn left_to_servers() -> MutexGuard<'static, Vec<DrivePath>> {
 /// # Errors
 /// Any [`OptionError`] that the options' values can cause.
 pub fn required_files(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, OptionError> {
-    let asked = config.options_with_text()?;
+    let parsed = config.options_with_text()?;
     // Functions need this file to detect pages of guest memory that the VMM has not restored yet.
     if let Err(error) = open_own_mappings() {
         log::warn!("Functions cannot use guest memory that the VMM passes as a file: {error}");
     }
-    let path = drive_path(&asked);
-    if has_server(&config.state_dir, &asked) {
+    let path = drive_path(&parsed);
+    if has_server(&config.state_dir, &parsed) {
         log::info!("A drive server has {path}: this process leaves the drive to servers");
         let mut left = left_to_servers();
         if !left.contains(&path) {
@@ -62,12 +62,12 @@ pub fn required_files(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, O
 pub fn is_left_to_servers(config: &FunctionConfig) -> bool {
     config
         .options_with_text()
-        .is_ok_and(|asked| is_left(&asked))
+        .is_ok_and(|parsed| is_left(&parsed))
 }
 
 /// Returns whether this process leaves the drive of a function to servers (see [`is_left_to_servers`]).
-pub(crate) fn is_left(asked: &ParsedFunctionOptions) -> bool {
-    left_to_servers().contains(&drive_path(asked))
+pub(crate) fn is_left(parsed: &ParsedFunctionOptions) -> bool {
+    left_to_servers().contains(&drive_path(parsed))
 }
 
 /// Returns whether a server can share the drive at `path` with VMMs. It cannot share a drive that is in the memory of the
@@ -77,14 +77,14 @@ pub(crate) fn can_be_served(path: &DrivePath) -> bool {
 }
 
 /// Returns whether a server has the drive of a function at present.
-fn has_server(state_dir: &Path, asked: &ParsedFunctionOptions) -> bool {
-    can_be_served(&asked.options().path) && is_served(state_dir, &asked.text().to_string())
+fn has_server(state_dir: &Path, parsed: &ParsedFunctionOptions) -> bool {
+    can_be_served(&parsed.options().path) && is_served(state_dir, &parsed.text().to_string())
 }
 
 /// Returns the absolute path of a function's drive.
-fn drive_path(asked: &ParsedFunctionOptions) -> DrivePath {
-    let absolute = asked.text().get("path").and_then(|path| path.parse().ok());
-    absolute.unwrap_or_else(|| asked.options().path.clone())
+fn drive_path(parsed: &ParsedFunctionOptions) -> DrivePath {
+    let absolute = parsed.text().get("path").and_then(|path| path.parse().ok());
+    absolute.unwrap_or_else(|| parsed.options().path.clone())
 }
 
 #[cfg(test)]
@@ -146,10 +146,10 @@ mod tests {
 
     #[test]
     fn only_drives_of_a_server_are_left_to_servers() {
-        let folder = tempfile::tempdir().unwrap();
-        let state_dir = folder.path().join("state");
-        let [served, own] = ["served.img", "own.img"].map(|name| {
-            let path = folder.path().join(name);
+        let dir = tempfile::tempdir().unwrap();
+        let state_dir = dir.path().join("state");
+        let [server_file, own] = ["served.img", "own.img"].map(|name| {
+            let path = dir.path().join(name);
             File::create(&path).unwrap().set_len(1 << 20).unwrap();
             path
         });
@@ -167,18 +167,18 @@ mod tests {
             )
         };
         // Each function asks the server when the sandbox is set up, and when the function starts.
-        let server = serve(&state_dir, &served, 4);
+        let server = serve(&state_dir, &server_file, 4);
 
-        let left = config(&served);
+        let left = config(&server_file);
         assert!(!is_left_to_servers(&left));
         let files = required_files(&left).unwrap();
         assert_eq!(files, [(sockets_dir(&state_dir), false)]);
         assert!(is_left_to_servers(&left));
         let error = start(&left).unwrap_err();
         assert!(matches!(error, OpenError::LeftToServers(_)), "{error}");
-        let told = error.to_string();
+        let message = error.to_string();
         for words in ["served.img", "start the server again"] {
-            assert!(told.contains(words), "{told}");
+            assert!(message.contains(words), "{message}");
         }
 
         let other = config(&own);

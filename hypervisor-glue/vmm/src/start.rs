@@ -42,10 +42,10 @@ pub fn start(
     pollers: &Arc<PollerPool>,
 ) -> Result<FunctionDevice, StartError> {
     let ledgers = LeaseLedgers::open(&config.state_dir);
-    let asked = config.options_with_text()?;
+    let parsed = config.options_with_text()?;
     let pollers = pollers.clone();
     let make = move || -> Result<NvmeFunction, OpenError> {
-        let (_, host) = open::open_backend(&asked, &ledgers, &pollers)?;
+        let (_, host) = open::open_backend(&parsed, &ledgers, &pollers)?;
         Ok(NvmeFunction::new(host, MsixMasking::Function))
     };
     let device = FunctionDevice::start(id, make()?, vmm)?;

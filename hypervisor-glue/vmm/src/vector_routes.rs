@@ -143,10 +143,10 @@ impl VectorRoutes {
     /// Asks the VMM again for the vCPU threads of all vectors that have a message.
     pub(super) fn update_vcpu_threads(&self, function: &NvmeFunction) {
         let vectors = (0..).zip(function.vectors()).zip(&self.routed_messages);
-        for ((number, vector), told) in vectors {
+        for ((number, vector), route) in vectors {
             let is_message = number != PIN_VECTOR || !self.is_pin_connected;
-            let told = told.filter(|_| is_message);
-            let message = told.and_then(|_| function.msix_message(number));
+            let route = route.filter(|_| is_message);
+            let message = route.and_then(|_| function.msix_message(number));
             vector.set_vcpu_thread(message.and_then(|message| self.vmm.vcpu_thread(message)));
         }
     }
@@ -155,17 +155,17 @@ impl VectorRoutes {
         let Some(message) = function.msix_message(vector) else {
             return;
         };
-        let Some(told) = self.routed_messages.get_mut(usize::from(vector)) else {
+        let Some(route) = self.routed_messages.get_mut(usize::from(vector)) else {
             return;
         };
         let wanted = Some((message.address, message.data));
-        let moved = match *told == wanted {
+        let moved = match *route == wanted {
             true => Ok(()),
             false => self.vectors.set_message(vector, message),
         };
         match moved {
             Ok(()) => {
-                *told = wanted;
+                *route = wanted;
                 // Look up the vCPU thread even if the message is unchanged. The vCPU may have had no thread at the last lookup,
                 // for example because the guest had taken the vCPU offline.
                 if let Some(vector) = function.vectors().get(usize::from(vector)) {

@@ -165,7 +165,7 @@ fn filter_lines(function: &str) -> String {
 
 #[test]
 fn the_patchs_filter_keeps_drives_from_threads_with_served_drives() {
-    let served = filter_lines("nvme_mpt_common_rules");
+    let rules = filter_lines("nvme_mpt_common_rules");
     let own = filter_lines("nvme_mpt_thread_rules");
     for call in [
         "io_uring_enter",
@@ -175,9 +175,9 @@ fn the_patchs_filter_keeps_drives_from_threads_with_served_drives() {
         "sync_file_range",
     ] {
         let call = format!("SYS_{call},");
-        assert!(own.contains(&call) && !served.contains(&call), "{call}");
+        assert!(own.contains(&call) && !rules.contains(&call), "{call}");
     }
-    assert!(!served.contains("io_uring"), "{served}");
+    assert!(!rules.contains("io_uring"), "{rules}");
     let ioctls = filter_lines("create_nvme_mpt_served_ioctl_seccomp_rule");
     assert!(!ioctls.contains("VFIO"), "{ioctls}");
     assert!(filter_lines("create_nvme_mpt_ioctl_seccomp_rule").contains("VFIO"));

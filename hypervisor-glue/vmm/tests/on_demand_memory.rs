@@ -254,22 +254,22 @@ struct Machine {
     ram: Arc<Ram>,
     tails: [u16; 2],
     heads: [u16; 2],
-    _folder: TempDir,
+    _dir: TempDir,
 }
 
 impl Machine {
     /// Creates a function on a file or in memory.
     fn new(is_file: bool) -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let path = match is_file {
             true => {
-                let path = folder.path().join("drive");
+                let path = dir.path().join("drive");
                 File::create(&path).unwrap().set_len(8 << 20).unwrap();
                 path.display().to_string()
             }
             false => "memory:8M".to_owned(),
         };
-        let state = folder.path().join("state").display().to_string();
+        let state = dir.path().join("state").display().to_string();
         let config = FunctionConfig::from_keys(|key| match key {
             "path" => Some(path.clone()),
             "state_dir" => Some(state.clone()),
@@ -283,7 +283,7 @@ impl Machine {
             ram: Ram::new(),
             tails: [0; 2],
             heads: [0; 2],
-            _folder: folder,
+            _dir: dir,
         }
     }
 

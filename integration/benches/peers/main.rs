@@ -113,18 +113,18 @@ fn measure(mut rows: Vec<&Row>, effort: MeasuringTime) -> Result<Measured<'_>, F
     if rows.is_empty() {
         return Ok(Vec::new());
     }
-    let folder = tempfile::tempdir().map_err(with_path(env::temp_dir()))?;
+    let dir = tempfile::tempdir().map_err(with_path(env::temp_dir()))?;
     let drives: Vec<Drive> = Drive::ALL
         .into_iter()
         .filter(|drive| rows.iter().any(|row| row.drive == *drive))
         .collect();
     let files = Files::make(&drives)?;
-    let ours = OurServer::start(folder.path(), &drives, &files)?;
+    let ours = OurServer::start(dir.path(), &drives, &files)?;
     let spdk = build
         .filter(|_| rows.iter().any(|row| matches!(row.peer, Peer::Spdk(_))))
         .map(|build| {
             let devices = rows.iter().filter_map(|row| row.peer.device());
-            Spdk::start(&build, folder.path(), devices, &files)
+            Spdk::start(&build, dir.path(), devices, &files)
         })
         .transpose()?;
     println!(
@@ -238,8 +238,8 @@ fn load_ours(
 ) -> Result<f64, Failure> {
     match (row.peer, spdk) {
         (Peer::Spdk(_), Some(spdk)) => {
-            let folder = ours.folder_of(row.drive, polling);
-            spdk.load(&folder, None, row.load, effort.seconds)
+            let dir = ours.dir_of(row.drive, polling);
+            spdk.load(&dir, None, row.load, effort.seconds)
         }
         (Peer::Spdk(_), None) => Err("This row needs SPDK".into()),
         (Peer::Copies, _) => ours.load(row.drive, polling, row.load, effort.seconds),
@@ -250,8 +250,8 @@ fn load_peer(row: &Row, spdk: Option<&Spdk>, effort: MeasuringTime) -> Result<f6
     match (row.peer, spdk) {
         (Peer::Spdk(device), Some(spdk)) => {
             spdk.resume()?;
-            let folder = spdk.folder_of(device);
-            spdk.load(&folder, Some(device), row.load, effort.seconds)
+            let dir = spdk.dir_of(device);
+            spdk.load(&dir, Some(device), row.load, effort.seconds)
         }
         (Peer::Spdk(_), None) => Err("This row needs SPDK".into()),
         (Peer::Copies, _) => copies::per_second(row.load.size as usize, effort.seconds),
@@ -295,15 +295,15 @@ struct Pair {
 
 impl Files {
     fn make(drives: &[Drive]) -> Result<Self, Failure> {
-        let (mut paths, mut folders) = (Vec::new(), Vec::new());
+        let (mut paths, mut dirs) = (Vec::new(), Vec::new());
         for drive in drives {
             let pair = match drive.place() {
                 None => continue,
                 Some(FileLocation::Devices(ours, peer)) => Pair { ours, peer },
                 Some(FileLocation::Folder(place)) => {
-                    let folder = tempfile::tempdir_in(&place).map_err(with_path(&place))?;
-                    let [ours, peer] = ["ours", "peer"].map(|name| folder.path().join(name));
-                    folders.push(folder);
+                    let dir = tempfile::tempdir_in(&place).map_err(with_path(&place))?;
+                    let [ours, peer] = ["ours", "peer"].map(|name| dir.path().join(name));
+                    dirs.push(dir);
                     Pair { ours, peer }
                 }
             };
@@ -313,7 +313,7 @@ impl Files {
         }
         Ok(Self {
             paths,
-            _folders: folders,
+            _folders: dirs,
         })
     }
 
@@ -351,18 +351,18 @@ fn name(drive: Drive, polling: Polling) -> String {
 /// This project's server, with a function for each drive and polling mode.
 struct OurServer {
     server: Server,
-    folder: PathBuf,
+    dir: PathBuf,
     load: PathBuf,
 }
 
 impl OurServer {
-    fn start(folder: &Path, drives: &[Drive], files: &Files) -> Result<Self, Failure> {
+    fn start(dir: &Path, drives: &[Drive], files: &Files) -> Result<Self, Failure> {
         let program = server::build()?;
         let [load] = &programs::build("nvme-load", &["nvme-load"])?[..] else {
             return Err("One program was built".into());
         };
-        let folder = folder.join("ours");
-        fs::create_dir(&folder).map_err(with_path(&folder))?;
+        let dir = dir.join("ours");
+        fs::create_dir(&dir).map_err(with_path(&dir))?;
         let mut functions = Vec::new();
         for drive in drives {
             let path = match drive {
@@ -379,17 +379,17 @@ impl OurServer {
                 functions.push(function.option(poll));
             }
         }
-        let server = Server::start(&program, &functions, &folder)?;
+        let server = Server::start(&program, &functions, &dir)?;
         // SPDK's client expects a directory with a socket of this name.
         for function in &functions {
-            let of_function = folder.join(&function.id);
+            let of_function = dir.join(&function.id);
             fs::create_dir(&of_function).map_err(with_path(&of_function))?;
             let link = of_function.join("cntrl");
             symlink(server.socket(&function.id), &link).map_err(with_path(&link))?;
         }
         let ours = Self {
             server,
-            folder,
+            dir,
             load: load.clone(),
         };
         if drives.contains(&Drive::Memory) {
@@ -429,7 +429,7 @@ impl OurServer {
         load: Load,
         seconds: u32,
     ) -> Result<f64, Failure> {
-        let result = self.folder.join("result.json");
+        let result = self.dir.join("result.json");
         process::run(
             self.client(drive, polling)
                 .args(["--qd", &load.depth.to_string()])
@@ -445,8 +445,8 @@ impl OurServer {
     }
 
     /// Returns the directory that SPDK's client needs for a function.
-    fn folder_of(&self, drive: Drive, polling: Polling) -> PathBuf {
-        self.folder.join(name(drive, polling))
+    fn dir_of(&self, drive: Drive, polling: Polling) -> PathBuf {
+        self.dir.join(name(drive, polling))
     }
 
     fn pause(&self) -> Result<(), Failure> {

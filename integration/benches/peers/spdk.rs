@@ -29,14 +29,14 @@ const START_TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) struct Spdk {
     target: SupervisedChild,
     client: PathBuf,
-    folder: PathBuf,
+    dir: PathBuf,
 }
 
 impl Spdk {
     /// Starts the target from a build, with a subsystem for each device.
     pub(crate) fn start(
         build: &Path,
-        folder: &Path,
+        dir: &Path,
         devices: impl Iterator<Item = Device>,
         files: &Files,
     ) -> Result<Self, Failure> {
@@ -53,30 +53,30 @@ impl Spdk {
             }
         };
         let (target, client) = (program("nvmf_tgt")?, program("spdk_nvme_perf")?);
-        let folder = folder.join("spdk");
-        fs::create_dir(&folder).map_err(with_path(&folder))?;
-        let socket = folder.join("rpc");
+        let dir = dir.join("spdk");
+        fs::create_dir(&dir).map_err(with_path(&dir))?;
+        let socket = dir.join("rpc");
         let mut command = Command::new(&target);
         command
             .args(["-m", &format!("{:#x}", 1 << SERVER)])
             .args(["-s", &TARGET_MIB.to_string(), "-r"])
             .arg(&socket);
-        let target = SupervisedChild::spawn("nvmf_tgt", &command, &folder.join("log"))?;
+        let target = SupervisedChild::spawn("nvmf_tgt", &command, &dir.join("log"))?;
         let mut spdk = Self {
             target,
             client,
-            folder,
+            dir,
         };
         spdk.await_socket(&socket)?;
         let call = |method: &str, parameters: Value| call(&socket, method, parameters);
         call("nvmf_create_transport", json!({"trtype": "VFIOUSER"}))?;
         for device in devices {
-            let (name, folder) = (device.name(), spdk.folder_of(device));
-            if folder.exists() {
+            let (name, dir) = (device.name(), spdk.dir_of(device));
+            if dir.exists() {
                 continue;
             }
             create(device, files, call)?;
-            fs::create_dir(&folder).map_err(with_path(&folder))?;
+            fs::create_dir(&dir).map_err(with_path(&dir))?;
             let nqn = nqn(device);
             call(
                 "nvmf_create_subsystem",
@@ -86,7 +86,7 @@ impl Spdk {
                 "nvmf_subsystem_add_ns",
                 json!({"nqn": nqn, "namespace": {"bdev_name": name}}),
             )?;
-            let address = json!({"trtype": "VFIOUSER", "traddr": folder, "trsvcid": "0"});
+            let address = json!({"trtype": "VFIOUSER", "traddr": dir, "trsvcid": "0"});
             call(
                 "nvmf_subsystem_add_listener",
                 json!({"nqn": nqn, "listen_address": address}),
@@ -109,15 +109,15 @@ impl Spdk {
     }
 
     /// Returns the directory by which the client finds a device.
-    pub(crate) fn folder_of(&self, device: Device) -> PathBuf {
-        self.folder.join(device.name())
+    pub(crate) fn dir_of(&self, device: Device) -> PathBuf {
+        self.dir.join(device.name())
     }
 
-    /// Measures a load on the controller in `folder`: on a device of the target, or on this project's function. Returns the
+    /// Measures a load on the controller in `dir`: on a device of the target, or on this project's function. Returns the
     /// commands per second.
     pub(crate) fn load(
         &self,
-        folder: &Path,
+        dir: &Path,
         device: Option<Device>,
         load: Load,
         seconds: u32,
@@ -125,7 +125,7 @@ impl Spdk {
         // Without a name, the client takes any controller for a discovery controller without namespaces. This project's
         // controller has no such name.
         let nqn = device.map_or_else(|| format!("{NQN}:ours"), nqn);
-        let transport = format!("trtype:VFIOUSER traddr:{} subnqn:{nqn}", folder.display());
+        let transport = format!("trtype:VFIOUSER traddr:{} subnqn:{nqn}", dir.display());
         let text = process::run(
             Command::new(&self.client)
                 .args(["-r", &transport])
@@ -145,9 +145,8 @@ impl Spdk {
                 .args(["-s", &CLIENT_MIB.to_string(), "-g"]),
         )?;
         let total = text.lines().find(|line| line.starts_with("Total"));
-        let figures = total.and_then(|line| line.split_once(':'));
-        let figure =
-            figures.and_then(|(_, figures)| figures.split_whitespace().next()?.parse().ok());
+        let values = total.and_then(|line| line.split_once(':'));
+        let figure = values.and_then(|(_, values)| values.split_whitespace().next()?.parse().ok());
         figure.ok_or_else(|| format!("SPDK's client printed no total:\n{text}").into())
     }
 

@@ -34,10 +34,10 @@ pub enum FigureDirError {
         source: DrawError,
     },
     /// The directory contains no figure, or none with the requested name.
-    #[error("{folder} has no {name}.json")]
+    #[error("{dir} has no {name}.json")]
     NoFigure {
         /// The directory.
-        folder: PathBuf,
+        dir: PathBuf,
         /// The requested name, or `*` for any.
         name: String,
     },
@@ -76,21 +76,16 @@ impl fmt::Display for OutdatedPicture {
 ///
 /// # Errors
 /// A figure is not valid, or there is none.
-pub fn read(folder: &Path, only: &[String]) -> Result<Vec<(String, FigureData)>, FigureDirError> {
-    let mut names = names(folder, "json")?;
+pub fn read(dir: &Path, only: &[String]) -> Result<Vec<(String, FigureData)>, FigureDirError> {
+    let mut names = names(dir, "json")?;
     if let Some(name) = only.iter().find(|name| !names.contains(*name)) {
-        return Err(missing_figure(folder, name));
+        return Err(missing_figure(dir, name));
     }
     names.retain(|name| only.is_empty() || only.contains(name));
     if names.is_empty() {
-        return Err(missing_figure(folder, "*"));
+        return Err(missing_figure(dir, "*"));
     }
-    let read = |name: String| {
-        Ok((
-            name.clone(),
-            FigureData::read(&folder.join(name + ".json"))?,
-        ))
-    };
+    let read = |name: String| Ok((name.clone(), FigureData::read(&dir.join(name + ".json"))?));
     names.into_iter().map(read).collect()
 }
 
@@ -99,10 +94,10 @@ pub fn read(folder: &Path, only: &[String]) -> Result<Vec<(String, FigureData)>,
 ///
 /// # Errors
 /// A figure is not valid, or a picture cannot be written.
-pub fn draw(folder: &Path, only: &[String]) -> Result<Vec<String>, FigureDirError> {
+pub fn draw(dir: &Path, only: &[String]) -> Result<Vec<String>, FigureDirError> {
     let mut drawn = Vec::new();
-    for (name, picture) in pictures(folder, only)? {
-        let path = folder.join(format!("{name}.svg"));
+    for (name, picture) in pictures(dir, only)? {
+        let path = dir.join(format!("{name}.svg"));
         fs::write(&path, picture).map_err(|source| FigureDirError::File { path, source })?;
         drawn.push(name);
     }
@@ -113,12 +108,12 @@ pub fn draw(folder: &Path, only: &[String]) -> Result<Vec<String>, FigureDirErro
 ///
 /// # Errors
 /// A figure is not valid, or a picture cannot be read.
-pub fn check(folder: &Path, only: &[String]) -> Result<Vec<OutdatedPicture>, FigureDirError> {
+pub fn check(dir: &Path, only: &[String]) -> Result<Vec<OutdatedPicture>, FigureDirError> {
     let mut outdated = Vec::new();
-    let mut without_data = names(folder, "svg")?;
-    for (name, picture) in pictures(folder, only)? {
+    let mut without_data = names(dir, "svg")?;
+    for (name, picture) in pictures(dir, only)? {
         without_data.remove(&name);
-        let path = folder.join(format!("{name}.svg"));
+        let path = dir.join(format!("{name}.svg"));
         match fs::read_to_string(&path) {
             Ok(text) if text == picture => {}
             Ok(_) => outdated.push(OutdatedPicture::Different(name)),
@@ -135,12 +130,12 @@ pub fn check(folder: &Path, only: &[String]) -> Result<Vec<OutdatedPicture>, Fig
 }
 
 /// Returns the pictures of the figures, each with its name.
-fn pictures(folder: &Path, only: &[String]) -> Result<Vec<(String, String)>, FigureDirError> {
+fn pictures(dir: &Path, only: &[String]) -> Result<Vec<(String, String)>, FigureDirError> {
     let mut pictures = Vec::new();
-    for (name, figure) in read(folder, only)? {
+    for (name, figure) in read(dir, only)? {
         if figure.has_picture() {
             let picture = picture::svg(&figure).map_err(|source| FigureDirError::Draw {
-                path: folder.join(format!("{name}.json")),
+                path: dir.join(format!("{name}.json")),
                 source,
             })?;
             pictures.push((name, picture));
@@ -150,13 +145,13 @@ fn pictures(folder: &Path, only: &[String]) -> Result<Vec<(String, String)>, Fig
 }
 
 /// Returns the names, without extension, of the files that have this extension.
-fn names(folder: &Path, extension: &str) -> Result<BTreeSet<String>, FigureDirError> {
+fn names(dir: &Path, extension: &str) -> Result<BTreeSet<String>, FigureDirError> {
     let failed = |source| FigureDirError::File {
-        path: folder.to_owned(),
+        path: dir.to_owned(),
         source,
     };
     let mut names = BTreeSet::new();
-    for entry in folder.read_dir().map_err(failed)? {
+    for entry in dir.read_dir().map_err(failed)? {
         let path = entry.map_err(failed)?.path();
         if let Some(stem) = path.file_stem().and_then(|stem| stem.to_str())
             && path.extension().is_some_and(|found| found == extension)
@@ -167,9 +162,9 @@ fn names(folder: &Path, extension: &str) -> Result<BTreeSet<String>, FigureDirEr
     Ok(names)
 }
 
-fn missing_figure(folder: &Path, name: &str) -> FigureDirError {
+fn missing_figure(dir: &Path, name: &str) -> FigureDirError {
     FigureDirError::NoFigure {
-        folder: folder.to_owned(),
+        dir: dir.to_owned(),
         name: name.to_owned(),
     }
 }

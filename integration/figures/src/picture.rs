@@ -48,10 +48,10 @@ pub fn svg(figure: &FigureData) -> Result<String, DrawError> {
         .collect();
     let height: i32 = panels.iter().map(PanelLayout::height).sum();
     let commit: String = figure.commit.chars().take(12).collect();
-    let origin = format!("{}; {}; commit {commit}", figure.machine, figure.date);
-    let mut origin = wrap(&origin);
-    origin.extend(wrap(&figure.command));
-    let height = 2 * MARGIN + LINE + height + i32::try_from(origin.len()).unwrap_or(0) * LINE;
+    let provenance = format!("{}; {}; commit {commit}", figure.machine, figure.date);
+    let mut provenance = wrap(&provenance);
+    provenance.extend(wrap(&figure.command));
+    let height = 2 * MARGIN + LINE + height + i32::try_from(provenance.len()).unwrap_or(0) * LINE;
     let mut text = String::new();
     {
         let size = (WIDTH.unsigned_abs(), height.unsigned_abs());
@@ -64,7 +64,7 @@ pub fn svg(figure: &FigureData) -> Result<String, DrawError> {
             panel.draw(&area, y)?;
             y += panel.height();
         }
-        for line in &origin {
+        for line in &provenance {
             y += LINE;
             write(
                 &area,

@@ -160,21 +160,21 @@ fn numbers_have_four_digits_at_most() {
 
 /// Returns a directory with one figure.
 fn figure_dir(plot: PlotKind) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir().unwrap();
     figure(plot, false)
-        .write(&folder.path().join("reads.json"))
+        .write(&dir.path().join("reads.json"))
         .unwrap();
-    folder
+    dir
 }
 
-fn outdated(folder: &Path) -> Vec<OutdatedPicture> {
-    figure_directory::check(folder, &[]).unwrap()
+fn outdated(dir: &Path) -> Vec<OutdatedPicture> {
+    figure_directory::check(dir, &[]).unwrap()
 }
 
 #[test]
 fn a_picture_that_differs_from_its_data_is_found() {
-    let folder = figure_dir(PlotKind::Bars);
-    let path = folder.path();
+    let dir = figure_dir(PlotKind::Bars);
+    let path = dir.path();
     let name = || "reads".to_owned();
     assert_eq!(outdated(path), [OutdatedPicture::Missing(name())]);
     assert_eq!(figure_directory::draw(path, &[]).unwrap(), [name()]);
@@ -188,8 +188,8 @@ fn a_picture_that_differs_from_its_data_is_found() {
 
 #[test]
 fn a_picture_without_data_is_found() {
-    let folder = figure_dir(PlotKind::None);
-    let path = folder.path();
+    let dir = figure_dir(PlotKind::None);
+    let path = dir.path();
     assert_eq!(outdated(path), []);
     fs::write(path.join("reads.svg"), "").unwrap();
     assert_eq!(
@@ -204,7 +204,7 @@ fn a_picture_without_data_is_found() {
 }
 
 #[test]
-fn a_folder_without_the_figure_is_refused() {
+fn a_directory_without_the_figure_is_refused() {
     let empty = tempfile::tempdir().unwrap();
     for only in [vec![], vec!["reads".to_owned()]] {
         let error = figure_directory::check(empty.path(), &only).unwrap_err();

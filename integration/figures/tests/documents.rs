@@ -33,10 +33,10 @@ fn linked() -> BTreeSet<String> {
 
 #[test]
 fn all_figures_are_valid_and_all_pictures_are_up_to_date() {
-    let folder = docs().join("figures");
-    let figures = figure_directory::read(&folder, &[]).unwrap();
+    let dir = docs().join("figures");
+    let figures = figure_directory::read(&dir, &[]).unwrap();
     assert!(figures.len() >= FEWEST, "{}", figures.len());
-    let outdated = figure_directory::check(&folder, &[]).unwrap();
+    let outdated = figure_directory::check(&dir, &[]).unwrap();
     let outdated: Vec<String> = outdated.iter().map(ToString::to_string).collect();
     assert!(outdated.is_empty(), "{outdated:#?}");
 }

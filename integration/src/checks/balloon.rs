@@ -167,37 +167,37 @@ impl<V: BalloonVmm> BalloonGuest<V> {
     }
 
     /// Verifies the first namespace by fio with direct and cached I/O, while the balloon is inflated and deflated. After
-    /// each pass, calls `look` with the balloon's size and the state of the memory file.
+    /// each pass, calls `check` with the balloon's size and the state of the memory file.
     ///
     /// # Errors
     /// Data is wrong, or the guest's kernel reported an error.
     pub fn verify(
         &mut self,
-        mut look: impl FnMut(u64, MemoryFileUsage) -> Result<(), Failure>,
+        mut check: impl FnMut(u64, MemoryFileUsage) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         self.vmm
             .guest()
             .check("rm -f /run/over; : >/run/passes", STEP_TIMEOUT)?;
         let load = self.vmm.guest().start(&load())?;
-        let result = self.rounds(&mut look);
+        let result = self.rounds(&mut check);
         let guest = self.vmm.guest();
         guest.check(": >/run/over", STEP_TIMEOUT)?;
         // Checked first, since an error of fio explains other errors.
         let passes = guest.finish_successfully(load, STEP_TIMEOUT)?;
         result?;
         print_line(&format!("        fio verified in {} passes", passes.trim()));
-        let said = guest.check(
+        let output = guest.check(
             "dmesg | grep -E 'I/O error|timeout,|timed out|resetting|Out of memory' || true",
             STEP_TIMEOUT,
         )?;
-        expect(said.trim().is_empty(), || {
-            format!("The guest's kernel complains:\n{said}")
+        expect(output.trim().is_empty(), || {
+            format!("The guest's kernel complains:\n{output}")
         })
     }
 
     fn rounds(
         &mut self,
-        look: &mut impl FnMut(u64, MemoryFileUsage) -> Result<(), Failure>,
+        check: &mut impl FnMut(u64, MemoryFileUsage) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         for size in [BALLOON, 0].repeat(ROUNDS as usize) {
             let started = Instant::now();
@@ -209,7 +209,7 @@ impl<V: BalloonVmm> BalloonGuest<V> {
                 until [ $(passes) -ge $wanted ] || [ -e /run/over ]; do sleep 0.1; done"
             );
             self.vmm.guest().check(&passes, STEP_TIMEOUT)?;
-            look(size, self.memory()?)?;
+            check(size, self.memory()?)?;
             let (mib, time) = (size >> 20, seconds(started.elapsed()));
             print_line(&format!(
                 "        a balloon of {mib} MiB, verified ({time})"

@@ -66,11 +66,11 @@ fn job(run: Run) -> (Job, Receiver<CheckResult>) {
     let (sender, made) = mpsc::channel();
     let job = move || {
         let started = Instant::now();
-        let (result, said) = progress::capture_lines(|| catch_unwind(AssertUnwindSafe(run)));
+        let (result, output) = progress::capture_lines(|| catch_unwind(AssertUnwindSafe(run)));
         // Fails only if the trial no longer waits.
         let _ = sender.send(CheckResult {
             result,
-            output: said,
+            output,
             duration: started.elapsed(),
         });
     };
@@ -82,13 +82,13 @@ fn report_result(made: &Receiver<CheckResult>) -> Result<(), Failed> {
     let ended = |_| Failed::from("The thread that makes the check has ended");
     let CheckResult {
         result,
-        output: said,
+        output,
         duration: took,
     } = made.recv().map_err(ended)?;
     match result {
-        Ok(result) => report(&said, took, result),
+        Ok(result) => report(&output, took, result),
         Err(panic) => {
-            report(&said, took, Ok(()))?;
+            report(&output, took, Ok(()))?;
             resume_unwind(panic)
         }
     }

@@ -11,18 +11,18 @@ use crate::server::{self, FunctionArgument, Server};
 /// Environment of one check, or of a group of checks that share a guest.
 #[derive(Debug)]
 pub struct CheckEnvironment {
-    folder: PathBuf,
+    dir: PathBuf,
     drives: PathBuf,
     program: PathBuf,
     assets: GuestAssets,
 }
 
 impl CheckEnvironment {
-    /// Creates an environment. Logs and sockets are put into `folder`, and drives into `drives`. Both directories must
+    /// Creates an environment. Logs and sockets are put into `dir`, and drives into `drives`. Both directories must
     /// exist. `program` is the `nvme-mpt` command.
-    pub fn new(folder: PathBuf, drives: PathBuf, program: PathBuf, assets: GuestAssets) -> Self {
+    pub fn new(dir: PathBuf, drives: PathBuf, program: PathBuf, assets: GuestAssets) -> Self {
         Self {
-            folder,
+            dir,
             drives,
             program,
             assets,
@@ -31,12 +31,12 @@ impl CheckEnvironment {
 
     /// Returns the directory of logs and sockets.
     pub fn dir(&self) -> &Path {
-        &self.folder
+        &self.dir
     }
 
     /// Returns the directory of the lease ledger of servers and VMMs.
     pub fn state_dir(&self) -> PathBuf {
-        server::state_dir(&self.folder)
+        server::state_dir(&self.dir)
     }
 
     /// Returns the `nvme-mpt` command.
@@ -74,7 +74,7 @@ impl CheckEnvironment {
     /// # Errors
     /// The server does not come up.
     pub fn serve(&self, functions: &[FunctionArgument]) -> Result<Server, Failure> {
-        Ok(Server::start(&self.program, functions, &self.folder)?)
+        Ok(Server::start(&self.program, functions, &self.dir)?)
     }
 
     /// Starts `nvme-mpt serve` with these functions under a supervisor (`nvme-mpt supervise`).
@@ -85,7 +85,7 @@ impl CheckEnvironment {
         Ok(Server::start_supervised(
             &self.program,
             functions,
-            &self.folder,
+            &self.dir,
         )?)
     }
 
@@ -94,11 +94,7 @@ impl CheckEnvironment {
     /// # Errors
     /// The server does not come up.
     pub fn hold(&self, drives: &[String]) -> Result<Server, Failure> {
-        Ok(Server::start_with_drives(
-            &self.program,
-            drives,
-            &self.folder,
-        )?)
+        Ok(Server::start_with_drives(&self.program, drives, &self.dir)?)
     }
 
     /// Boots a guest with Linux 6.12.
@@ -114,6 +110,6 @@ impl CheckEnvironment {
     /// # Errors
     /// The guest does not come up.
     pub fn boot_with(&self, assets: &GuestAssets, config: &GuestConfig) -> Result<Guest, Failure> {
-        Ok(Guest::boot(assets, config, &self.folder)?)
+        Ok(Guest::boot(assets, config, &self.dir)?)
     }
 }

@@ -153,8 +153,8 @@ impl fmt::Debug for Check {
 }
 
 /// Prints a check's output and its time, before the harness prints the outcome on the same line. Returns the outcome.
-fn report(said: &str, took: Duration, result: Result<(), Failure>) -> Result<(), Failed> {
-    print!("{said}{} ", seconds(took));
+fn report(output: &str, took: Duration, result: Result<(), Failure>) -> Result<(), Failed> {
+    print!("{output}{} ", seconds(took));
     // If standard output is closed, the check does not fail.
     let _ = io::stdout().flush();
     result.map_err(|failure| Failed::from(crate::error_chain(&*failure)))
@@ -339,11 +339,11 @@ mod tests {
         ];
         let options = CheckOptions::try_parse_from(["checks", "--skip", "shared::one"]).unwrap();
         let units = select(&options.tests, None, groups);
-        let told = |unit: &CheckUnit| {
+        let describe = |unit: &CheckUnit| {
             let names: Vec<_> = unit.checks.iter().map(|check| &*check.name).collect();
             (names.join(" "), unit.is_exclusive)
         };
-        let units: Vec<_> = units.iter().map(told).collect();
+        let units: Vec<_> = units.iter().map(describe).collect();
         let expected = [
             ("shared::two", false),
             ("apart::one", false),

@@ -43,11 +43,11 @@ pub(super) fn check_function(address: &str) -> Result<(), DemoError> {
 
 fn check_function_in(functions: &Path, address: &str) -> Result<(), DemoError> {
     let address = address.to_owned();
-    let folder = functions.join(&address);
-    if !folder.exists() {
+    let dir = functions.join(&address);
+    if !dir.exists() {
         return Err(DemoError::NoFunction { address });
     }
-    let driver = std::fs::read_link(folder.join("driver")).unwrap_or_default();
+    let driver = std::fs::read_link(dir.join("driver")).unwrap_or_default();
     match driver.file_name() {
         Some(name) if name == "nvme" => Ok(()),
         _ => Err(DemoError::NoBlockDevice { address }),
@@ -116,9 +116,9 @@ mod tests {
     fn an_absent_or_foreign_function_is_reported_at_once() {
         let functions = tempfile::tempdir().expect("folder");
         for (address, driver) in [("0000:01:00.0", "nvme"), ("0000:02:00.0", "vfio-pci")] {
-            let folder = functions.path().join(address);
-            fs::create_dir(&folder).expect("folder");
-            symlink(format!("../../drivers/{driver}"), folder.join("driver")).expect("link");
+            let dir = functions.path().join(address);
+            fs::create_dir(&dir).expect("folder");
+            symlink(format!("../../drivers/{driver}"), dir.join("driver")).expect("link");
         }
         let check = |address| check_function_in(functions.path(), address);
         check("0000:01:00.0").expect("a drive that the host drives");

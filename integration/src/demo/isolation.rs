@@ -256,9 +256,9 @@ fn open(path: &Path) -> Result<File, DemoError> {
 /// Returns the tag of a guest's blocks: the last eight bytes of its name.
 fn tag(name: &str) -> [u8; 8] {
     let mut tag = [b'.'; 8];
-    let kept = name.len().min(tag.len());
+    let prefix_len = name.len().min(tag.len());
     // Names of guests differ at their ends: guest-1, guest-2, …
-    tag[..kept].copy_from_slice(&name.as_bytes()[name.len() - kept..]);
+    tag[..prefix_len].copy_from_slice(&name.as_bytes()[name.len() - prefix_len..]);
     tag
 }
 
@@ -345,8 +345,8 @@ mod tests {
     }
 
     /// Returns a drive to which two guests have written correctly.
-    fn drive(folder: &Path) -> (DriveLayout, Vec<String>) {
-        let path = folder.join("drive.img");
+    fn drive(dir: &Path) -> (DriveLayout, Vec<String>) {
+        let path = dir.join("drive.img");
         File::create(&path)
             .expect("create")
             .set_len(180 * MIB)
@@ -364,8 +364,8 @@ mod tests {
 
     #[test]
     fn an_absent_path_is_refused_and_not_created() {
-        let folder = tempfile::tempdir().expect("folder");
-        let path = folder.path().join("drvie.img");
+        let dir = tempfile::tempdir().expect("folder");
+        let path = dir.path().join("drvie.img");
         let error = check_exists(&path).expect_err("it is absent");
         assert!(error.to_string().contains("drvie.img: give one"), "{error}");
         assert!(!path.exists());
@@ -375,15 +375,15 @@ mod tests {
 
     #[test]
     fn a_drive_with_each_guests_data_in_place_passes() {
-        let folder = tempfile::tempdir().expect("folder");
-        let (layout, names) = drive(folder.path());
+        let dir = tempfile::tempdir().expect("folder");
+        let (layout, names) = drive(dir.path());
         assert_eq!(layout.check(&names).expect("check"), Vec::<String>::new());
     }
 
     #[test]
     fn one_wrong_byte_is_found_wherever_it_is() {
-        let folder = tempfile::tempdir().expect("folder");
-        let (layout, names) = drive(folder.path());
+        let dir = tempfile::tempdir().expect("folder");
+        let (layout, names) = drive(dir.path());
         let path = layout.path().expect("path").expect("file");
         let second = layout.ranges[1];
         for (position, whose) in [
@@ -407,8 +407,8 @@ mod tests {
 
     #[test]
     fn a_block_of_the_other_guest_is_found() {
-        let folder = tempfile::tempdir().expect("folder");
-        let (layout, names) = drive(folder.path());
+        let dir = tempfile::tempdir().expect("folder");
+        let (layout, names) = drive(dir.path());
         let path = layout.path().expect("path").expect("file");
         write(&path, layout.ranges[1].start, &pattern(0, tag(&names[0])));
         assert_eq!(layout.check(&names).expect("check").len(), 1);

@@ -87,11 +87,11 @@ pub(super) fn measure(
 
 /// Reads the kernel's release and the drive's properties in the guest.
 fn identify(guest: &Guest, vcpus: u32) -> Result<GuestReport, DemoError> {
-    let said = guest.check(
+    let output = guest.check(
         "uname -r; cat /sys/class/nvme/nvme0/model /sys/block/nvme0n1/size",
         TIMEOUT,
     )?;
-    let mut lines = said.lines().map(str::trim);
+    let mut lines = output.lines().map(str::trim);
     let parsed = (|| {
         Some((
             lines.next()?,
@@ -102,7 +102,7 @@ fn identify(guest: &Guest, vcpus: u32) -> Result<GuestReport, DemoError> {
     let Some((kernel, model, sectors)) = parsed else {
         return Err(DemoError::Drive {
             guest: guest.name().to_owned(),
-            said,
+            output,
         });
     };
     Ok(GuestReport {

@@ -48,7 +48,7 @@ fn run_once(
     programs: &[PathBuf],
     assets: &LabAssets,
 ) -> Result<bool, DemoError> {
-    let folder = tempfile::Builder::new()
+    let dir = tempfile::Builder::new()
         .prefix("nvme-mpt-demo-")
         .tempdir()
         .map_err(|source| DemoError::File {
@@ -65,23 +65,25 @@ fn run_once(
     let step = ProgressStep::start(
         "Booting the lab: an emulated host with an NVMe drive, an IOMMU and KVM",
     );
-    let lab = Lab::boot(assets, &config, folder.path())?;
+    let lab = Lab::boot(assets, &config, dir.path())?;
     step.done(format!("kernel {}", assets.host.kernel.name));
-    let mut said = EchoedOutput::default();
-    let status = lab.stream(&command(options), TIMEOUT, &mut said)?;
+    let mut output = EchoedOutput::default();
+    let status = lab.stream(&command(options), TIMEOUT, &mut output)?;
 
     let wanted = match options.json {
         Some(_) => vec![REPORT.to_owned()],
         None => Vec::new(),
     };
-    let report = lab.finish(status, &wanted, folder.path())?;
+    let report = lab.finish(status, &wanted, dir.path())?;
     if status == i32::from(guest::LOST_STATUS) {
-        return Err(DemoError::GuestLost { said: said.tail() });
+        return Err(DemoError::GuestLost {
+            output: output.tail(),
+        });
     }
     if report.files.len() < wanted.len() {
         return Err(DemoError::NotGiven {
             status,
-            said: said.tail(),
+            output: output.tail(),
         });
     }
     if let (Some(to), Some(from)) = (&options.json, report.files.first()) {

@@ -184,26 +184,26 @@ pub enum DemoError {
     #[error(transparent)]
     Lab(#[from] LabError),
     /// A guest in the lab was [lost](crate::guest::is_lost).
-    #[error("In the lab a guest was lost:\n{said}")]
+    #[error("In the lab a guest was lost:\n{output}")]
     GuestLost {
         /// End of the demonstration's output.
-        said: String,
+        output: String,
     },
     /// The demonstration inside the lab failed.
-    #[error("The demonstration in the lab ended with status {status}, without a report:\n{said}")]
+    #[error("The demonstration in the lab ended with status {status}, without a report:\n{output}")]
     NotGiven {
         /// Exit status of the program.
         status: i32,
         /// End of its output.
-        said: String,
+        output: String,
     },
     /// A program in a guest printed invalid output.
-    #[error("Unexpected output of guest {guest} about its drive: {said:?}")]
+    #[error("Unexpected output of guest {guest} about its drive: {output:?}")]
     Drive {
         /// The guest.
         guest: String,
         /// Its output.
-        said: String,
+        output: String,
     },
 }
 
@@ -223,7 +223,7 @@ pub fn run(options: &DemoOptions) -> Result<bool, DemoError> {
     }
     let assets = GuestAssets::provide(&options.kernel)?;
     let binary = server::build()?;
-    let folder = tempfile::Builder::new()
+    let dir = tempfile::Builder::new()
         .prefix("nvme-mpt-demo-")
         .tempdir()
         .map_err(|source| DemoError::File {
@@ -231,12 +231,12 @@ pub fn run(options: &DemoOptions) -> Result<bool, DemoError> {
             source,
         })?;
 
-    let result = run_on_drive(options, &assets, &binary, folder.path());
+    let result = run_on_drive(options, &assets, &binary, dir.path());
     match &result {
         Ok(report) if report.all_well() => {}
         _ => print_line(&format!(
             "Logs and consoles are kept in {}",
-            folder.keep().display()
+            dir.keep().display()
         )),
     }
     let report = result?;
@@ -254,7 +254,7 @@ fn run_on_drive(
     options: &DemoOptions,
     assets: &GuestAssets,
     binary: &Path,
-    folder: &Path,
+    dir: &Path,
 ) -> Result<DemoReport, DemoError> {
     let layout = match &options.drive {
         Some(DriveChoice::Memory { size }) => DriveLayout::in_memory(*size, options.guests)?,
@@ -302,7 +302,7 @@ fn run_on_drive(
         None => None,
     };
     let step = ProgressStep::start("Starting nvme-mpt serve");
-    let mut server = Server::start(binary, &functions, folder)?;
+    let mut server = Server::start(binary, &functions, dir)?;
     step.done(format!("one process, {} functions", functions.len()));
 
     let step = ProgressStep::start(format!(
@@ -317,7 +317,7 @@ fn run_on_drive(
         let config = GuestConfig::new(name)
             .vcpus(options.vcpus)
             .drive(GuestDrive::vfio_user(server.socket(name)));
-        let guest = Guest::start_booting(assets, &config, folder)?;
+        let guest = Guest::start_booting(assets, &config, dir)?;
         if one_by_one {
             guest.await_ready(BOOT_TIMEOUT)?;
             step.note(format!("{name} is up"));
@@ -416,16 +416,18 @@ mod tests {
 
     #[test]
     fn a_guest_lost_in_the_lab_counts_as_lost_outside() {
-        let said = "the end of its console".to_owned();
-        assert!(guest::is_lost(&DemoError::GuestLost { said: said.clone() }));
-        assert!(!guest::is_lost(&DemoError::NotGiven { status: 1, said }));
+        let output = "the end of its console".to_owned();
+        assert!(guest::is_lost(&DemoError::GuestLost {
+            output: output.clone()
+        }));
+        assert!(!guest::is_lost(&DemoError::NotGiven { status: 1, output }));
     }
 
     #[test]
     fn a_lost_guest_does_not_hide_a_failure() {
         let lost = || {
-            let said = String::new();
-            Err(DemoError::GuestLost { said })
+            let output = String::new();
+            Err(DemoError::GuestLost { output })
         };
         let failed = Err(DemoError::NoDrive { path: "/d".into() });
         let ends = all([Ok(1), lost(), failed, lost()].into_iter());

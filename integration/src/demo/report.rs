@@ -159,7 +159,7 @@ impl DemoReport {
                 }
             }
         }
-        let verdict = match (self.isolation_ok(), self.guards_checked) {
+        let conclusion = match (self.isolation_ok(), self.guards_checked) {
             (true, true) => {
                 "yes: every range holds what its guest wrote and nothing else, the space between \
                  them is untouched"
@@ -170,7 +170,7 @@ impl DemoReport {
             }
             (false, _) => "NO",
         };
-        writeln!(out, "\nIsolation kept: {verdict}")?;
+        writeln!(out, "\nIsolation kept: {conclusion}")?;
         for fault in &self.faults {
             writeln!(out, "  {fault}")?;
         }

@@ -68,9 +68,9 @@ impl GuestAgent {
     ///
     /// # Errors
     /// The guest does not come up in time.
-    pub fn await_ready(&self, patience: Duration) -> Result<(), GuestError> {
+    pub fn await_ready(&self, timeout: Duration) -> Result<(), GuestError> {
         self.channel
-            .await_ready(patience)
+            .await_ready(timeout)
             .map_err(|reason| self.silent_error(reason))
     }
 
@@ -78,17 +78,17 @@ impl GuestAgent {
     ///
     /// # Errors
     /// The script does not end in time, or the guest dies.
-    pub fn run(&self, script: &str, patience: Duration) -> Result<ScriptOutput, GuestError> {
+    pub fn run(&self, script: &str, timeout: Duration) -> Result<ScriptOutput, GuestError> {
         let job = self.start(script)?;
-        self.finish(job, patience)
+        self.finish(job, timeout)
     }
 
     /// Runs a shell script that must succeed and returns its output.
     ///
     /// # Errors
     /// The script fails or does not end in time, or the guest dies.
-    pub fn check(&self, script: &str, patience: Duration) -> Result<String, GuestError> {
-        let output = self.run(script, patience)?;
+    pub fn check(&self, script: &str, timeout: Duration) -> Result<String, GuestError> {
+        let output = self.run(script, timeout)?;
         self.expect_success(script, output)
     }
 
@@ -106,9 +106,9 @@ impl GuestAgent {
     ///
     /// # Errors
     /// The script does not end in time, or the guest dies.
-    pub fn finish(&self, job: ScriptJob, patience: Duration) -> Result<ScriptOutput, GuestError> {
+    pub fn finish(&self, job: ScriptJob, timeout: Duration) -> Result<ScriptOutput, GuestError> {
         self.channel
-            .wait(job, patience, || has_host_registers(self.pid()))
+            .wait(job, timeout, || has_host_registers(self.pid()))
             .map_err(|reason| self.silent_error(reason))
     }
 
@@ -119,10 +119,10 @@ impl GuestAgent {
     pub fn finish_successfully(
         &self,
         job: ScriptJob,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<String, GuestError> {
         let script = job.script().to_owned();
-        let output = self.finish(job, patience)?;
+        let output = self.finish(job, timeout)?;
         self.expect_success(&script, output)
     }
 
@@ -130,9 +130,9 @@ impl GuestAgent {
     ///
     /// # Errors
     /// No line comes in time, or the guest dies.
-    pub fn next_event(&self, patience: Duration) -> Result<String, GuestError> {
+    pub fn next_event(&self, timeout: Duration) -> Result<String, GuestError> {
         self.channel
-            .next_event(patience)
+            .next_event(timeout)
             .map_err(|reason| self.silent_error(reason))
     }
 
@@ -176,18 +176,18 @@ impl GuestAgent {
     ///
     /// # Errors
     /// The VMM does not end in time.
-    pub fn end(&mut self, script: &str, patience: Duration) -> Result<ExitStatus, GuestError> {
+    pub fn end(&mut self, script: &str, timeout: Duration) -> Result<ExitStatus, GuestError> {
         // The script ends the VMM, so its own end cannot be observed.
         let _job = self.start(script)?;
-        self.await_end(patience)
+        self.await_end(timeout)
     }
 
     /// Waits for the VMM's end.
     ///
     /// # Errors
     /// The VMM does not end in time.
-    pub(crate) fn await_end(&mut self, patience: Duration) -> Result<ExitStatus, GuestError> {
-        Ok(self.vmm.wait(patience)?)
+    pub(crate) fn await_end(&mut self, timeout: Duration) -> Result<ExitStatus, GuestError> {
+        Ok(self.vmm.wait(timeout)?)
     }
 
     /// Kills the VMM. For the guest, this is a power failure; for the device, its client vanishes.

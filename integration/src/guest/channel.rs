@@ -31,12 +31,12 @@ const INQUIRY_TIMEOUT: Duration = Duration::from_secs(180);
 #[derive(Debug, Error)]
 pub enum AgentChannelError {
     /// The guest did not answer in time.
-    #[error("waited {patience:?} in vain for {what}{}", describe_life_sign(.life.as_deref()))]
+    #[error("waited {timeout:?} in vain for {what}{}", describe_life_sign(.life.as_deref()))]
     Timeout {
         /// Expected event.
         what: String,
         /// Timeout.
-        patience: Duration,
+        timeout: Duration,
         /// Result of the inquiry, if one was made.
         life: Option<Box<SignOfLife>>,
     },
@@ -157,7 +157,7 @@ impl AgentChannel {
     pub(super) fn wait(
         &self,
         job: ScriptJob,
-        patience: Duration,
+        timeout: Duration,
         is_lost: impl Fn() -> bool,
     ) -> Result<ScriptOutput, AgentChannelError> {
         let what = || format!("the end of `{}`", job.script);
@@ -165,7 +165,7 @@ impl AgentChannel {
         let mut looked = Duration::ZERO;
         loop {
             let waited = started.elapsed();
-            let left = patience.saturating_sub(waited);
+            let left = timeout.saturating_sub(waited);
             let reminder = REMINDERS.iter().find(|(until, _)| waited < *until);
             let reminder = reminder
                 .filter(|_| self.sends_reminders)
@@ -175,7 +175,7 @@ impl AgentChannel {
                 return receive(&job.result, left, what).map_err(|error| match error {
                     AgentChannelError::Timeout { what, .. } => AgentChannelError::Timeout {
                         what,
-                        patience,
+                        timeout,
                         life: Some(Box::new(self.inquire())),
                     },
                     other => other,
@@ -207,9 +207,9 @@ impl AgentChannel {
         }
     }
 
-    pub(super) fn await_ready(&self, patience: Duration) -> Result<(), AgentChannelError> {
+    pub(super) fn await_ready(&self, timeout: Duration) -> Result<(), AgentChannelError> {
         let ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
-        receive(&ready, patience, || "the guest to come up".to_owned())
+        receive(&ready, timeout, || "the guest to come up".to_owned())
     }
 
     pub(super) fn start(&self, script: &str) -> Result<ScriptJob, AgentChannelError> {
@@ -232,9 +232,9 @@ impl AgentChannel {
         })
     }
 
-    pub(super) fn next_event(&self, patience: Duration) -> Result<String, AgentChannelError> {
+    pub(super) fn next_event(&self, timeout: Duration) -> Result<String, AgentChannelError> {
         let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        receive(&events, patience, || "an event".to_owned())
+        receive(&events, timeout, || "an event".to_owned())
     }
 
     pub(super) fn pending_events(&self) -> Vec<String> {
@@ -259,13 +259,13 @@ fn lock(
 
 fn receive<T>(
     from: &Receiver<T>,
-    patience: Duration,
+    timeout: Duration,
     what: impl Fn() -> String,
 ) -> Result<T, AgentChannelError> {
-    from.recv_timeout(patience).map_err(|error| match error {
+    from.recv_timeout(timeout).map_err(|error| match error {
         RecvTimeoutError::Timeout => AgentChannelError::Timeout {
             what: what(),
-            patience,
+            timeout,
             life: None,
         },
         RecvTimeoutError::Disconnected => AgentChannelError::Closed { what: what() },
@@ -343,8 +343,9 @@ mod tests {
         let first = channel.start("one").expect("start");
         let second = channel.start("two").expect("start");
         let (a, b) = (BASE64.encode("aa"), BASE64.encode("b"));
-        let said = format!("out 1 {a}\r\nout 2 {b}\r\nout 1 {a}\r\nend 2 3\r\nend 1 0\r\n");
-        guest.write_all(said.as_bytes()).expect("write");
+        let console_output =
+            format!("out 1 {a}\r\nout 2 {b}\r\nout 1 {a}\r\nend 2 3\r\nend 1 0\r\n");
+        guest.write_all(console_output.as_bytes()).expect("write");
         let output = |status, text: &str| ScriptOutput {
             status,
             text: text.to_owned(),
@@ -378,7 +379,7 @@ mod tests {
         );
         let mut guest = answers.join().expect("answers");
         let job = channel.start("never").expect("start");
-        let patience = Duration::from_millis(120);
+        let timeout = Duration::from_millis(120);
         let answers = std::thread::spawn(move || {
             let mut lines = BufReader::new(guest.try_clone().expect("clone")).lines();
             while !lines
@@ -387,13 +388,13 @@ mod tests {
                 .expect("read")
                 .starts_with("run 3 ")
             {}
-            let said = BASE64.encode("no interrupts");
-            let answer = format!("out 3 {said}\r\nend 3 0\r\n");
+            let output = BASE64.encode("no interrupts");
+            let answer = format!("out 3 {output}\r\nend 3 0\r\n");
             guest.write_all(answer.as_bytes()).expect("write");
             guest
         });
         let error = channel
-            .wait(job, patience, || false)
+            .wait(job, timeout, || false)
             .expect_err("no end")
             .to_string();
         assert!(error.contains("120ms in vain"), "{error}");

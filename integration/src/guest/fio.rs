@@ -125,13 +125,13 @@ impl GuestFioJob {
     /// # Errors
     /// Fio found an I/O error or wrong data, or printed no report.
     pub fn report(&self, text: &str) -> Result<FioJobReport, FioError> {
-        let (said, job) = self.job(text)?;
+        let (output, job) = self.job(text)?;
         let code = self.error(&job, text)?;
         if code != 0 {
             return Err(FioError::Failed {
                 job: self.name.clone(),
                 code,
-                text: crate::process::tail(said),
+                text: crate::process::tail(output),
             });
         }
         let unreadable = |reason: &str| self.unreadable(text, reason);
@@ -167,13 +167,13 @@ impl GuestFioJob {
         if !found {
             return Err(self.unreadable(text, "there is none"));
         }
-        let (said, json) = text.split_at(start);
+        let (output, json) = text.split_at(start);
         let json: Value = serde_json::Deserializer::from_str(json)
             .into_iter()
             .next()
             .unwrap_or(Ok(Value::Null))
             .map_err(|e| self.unreadable(text, &e.to_string()))?;
-        Ok((said, json["jobs"][0].clone()))
+        Ok((output, json["jobs"][0].clone()))
     }
 
     fn error(&self, job: &Value, text: &str) -> Result<i64, FioError> {

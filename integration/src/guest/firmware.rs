@@ -63,16 +63,16 @@ impl Firmware {
 /// from the drive with a [boot index](GuestDrive::boot_index).
 ///
 /// # Errors
-/// The text does not appear within `patience`.
+/// The text does not appear within `timeout`.
 pub fn await_console(
     assets: &GuestAssets,
     firmware: Firmware,
     drives: &[GuestDrive],
-    folder: &Path,
+    dir: &Path,
     expected: &str,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<(), FirmwareError> {
-    let console = folder.join("firmware.console");
+    let console = dir.join("firmware.console");
     let mut command = assets.qemu.command();
     machine_arguments(&mut command, &GuestConfig::new("firmware"));
     firmware.add_to(&mut command, &assets.qemu)?;
@@ -82,18 +82,18 @@ pub fn await_console(
     for drive in drives {
         command.arg("-device").arg(drive.properties().to_string());
     }
-    let mut qemu = SupervisedChild::spawn("firmware", &command, &folder.join("firmware.qemu.log"))?;
-    let deadline = Instant::now() + patience;
+    let mut qemu = SupervisedChild::spawn("firmware", &command, &dir.join("firmware.qemu.log"))?;
+    let deadline = Instant::now() + timeout;
     loop {
-        let said = fs::read(&console).unwrap_or_default();
-        let said = String::from_utf8_lossy(&said);
-        if said.contains(expected) {
+        let output = fs::read(&console).unwrap_or_default();
+        let output = String::from_utf8_lossy(&output);
+        if output.contains(expected) {
             return Ok(());
         }
         if qemu.try_wait()?.is_some() || Instant::now() >= deadline {
             return Err(FirmwareError::Silent {
                 expected: expected.to_owned(),
-                console: process::tail(&said),
+                console: process::tail(&output),
                 log: process::file_tail(qemu.log()),
             });
         }

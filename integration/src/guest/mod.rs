@@ -74,7 +74,7 @@ pub fn is_lost(error: &dyn std::error::Error) -> bool {
         "In the lab a guest was lost",
     ]
     .iter()
-    .any(|said| text.contains(said))
+    .any(|message| text.contains(message))
 }
 
 /// Errors of a guest.
@@ -429,16 +429,16 @@ impl DerefMut for Guest {
 }
 
 impl Guest {
-    /// Boots a guest and waits until it accepts commands. Its console and QEMU's log are put into `folder`.
+    /// Boots a guest and waits until it accepts commands. Its console and QEMU's log are put into `dir`.
     ///
     /// # Errors
     /// QEMU cannot be run or the guest does not come up in time.
     pub fn boot(
         assets: &GuestAssets,
         config: &GuestConfig,
-        folder: &Path,
+        dir: &Path,
     ) -> Result<Self, GuestError> {
-        let guest = Self::start_booting(assets, config, folder)?;
+        let guest = Self::start_booting(assets, config, dir)?;
         guest.await_ready(BOOT_TIMEOUT)?;
         Ok(guest)
     }
@@ -450,10 +450,10 @@ impl Guest {
     pub fn start_booting(
         assets: &GuestAssets,
         config: &GuestConfig,
-        folder: &Path,
+        dir: &Path,
     ) -> Result<Self, GuestError> {
         let name = config.name.clone();
-        let path = |suffix: &str| folder.join(format!("{name}.{suffix}"));
+        let path = |suffix: &str| dir.join(format!("{name}.{suffix}"));
         let console = path("console");
         let agent = listen(&path("agent"))?;
         let monitor = listen(&path("monitor"))?;
@@ -548,8 +548,8 @@ impl Guest {
     ///
     /// # Errors
     /// The guest does not power off in time.
-    pub fn power_off(&mut self, patience: Duration) -> Result<(), GuestError> {
-        self.agent.end("poweroff -f", patience)?;
+    pub fn power_off(&mut self, timeout: Duration) -> Result<(), GuestError> {
+        self.agent.end("poweroff -f", timeout)?;
         Ok(())
     }
 

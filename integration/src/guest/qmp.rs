@@ -14,18 +14,18 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(300);
 #[derive(Debug, Error)]
 pub enum QmpError {
     /// The connection failed or timed out.
-    #[error("QEMU's monitor does not answer `{asked}`: {reason}")]
+    #[error("QEMU's monitor does not answer `{request}`: {reason}")]
     Io {
         /// Request.
-        asked: String,
+        request: String,
         /// Cause.
         reason: std::io::Error,
     },
     /// QEMU refused the request.
-    #[error("QEMU refused `{asked}`: {reason}")]
+    #[error("QEMU refused `{request}`: {reason}")]
     Refused {
         /// Request.
-        asked: String,
+        request: String,
         /// QEMU's reason.
         reason: String,
     },
@@ -53,7 +53,7 @@ impl Qmp {
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let request = json!({"execute": command, "arguments": arguments});
         writeln!(self.lines.get_mut(), "{request}").map_err(|reason| QmpError::Io {
-            asked: command.to_owned(),
+            request: command.to_owned(),
             reason,
         })?;
         let deadline = Instant::now() + ANSWER_TIMEOUT;
@@ -61,7 +61,7 @@ impl Qmp {
             let message = self.read(command, deadline)?;
             if let Some(error) = message.get("error") {
                 return Err(QmpError::Refused {
-                    asked: command.to_owned(),
+                    request: command.to_owned(),
                     reason: error["desc"]
                         .as_str()
                         .unwrap_or("no reason given")
@@ -75,9 +75,9 @@ impl Qmp {
         }
     }
 
-    fn read(&mut self, asked: &str, deadline: Instant) -> Result<Value, QmpError> {
+    fn read(&mut self, request: &str, deadline: Instant) -> Result<Value, QmpError> {
         let error = |reason| QmpError::Io {
-            asked: asked.to_owned(),
+            request: request.to_owned(),
             reason,
         };
         loop {

@@ -40,51 +40,51 @@ pub(super) struct LabControlServer {
     line: UnixStream,
 }
 
-fn line_socket(folder: &Path) -> PathBuf {
-    folder.join("control.line")
+fn line_socket(dir: &Path) -> PathBuf {
+    dir.join("control.line")
 }
 
-fn drive_log(folder: &Path) -> PathBuf {
-    folder.join("drives.log")
+fn drive_log(dir: &Path) -> PathBuf {
+    dir.join("drives.log")
 }
 
-fn monitor_socket(folder: &Path) -> PathBuf {
-    folder.join("control.monitor")
+fn monitor_socket(dir: &Path) -> PathBuf {
+    dir.join("control.monitor")
 }
 
 impl LabControlServer {
     /// Returns QEMU's arguments for the control line, and for a monitor that only this server uses.
-    pub(super) fn arguments(folder: &Path) -> Vec<String> {
+    pub(super) fn arguments(dir: &Path) -> Vec<String> {
         let socket = |id: &str, path: PathBuf| {
             format!("socket,id={id},path={},server=on,wait=off", path.display())
         };
         let arguments = [
             "-chardev",
-            &socket(PORT, line_socket(folder)),
+            &socket(PORT, line_socket(dir)),
             "-device",
             &format!("virtserialport,chardev={PORT},name={PORT}"),
             "-chardev",
-            &socket("lab.monitor", monitor_socket(folder)),
+            &socket("lab.monitor", monitor_socket(dir)),
             "-qmp",
             "chardev:lab.monitor",
             "-d",
             &format!("trace:{ENABLE}"),
             "-D",
-            &drive_log(folder).display().to_string(),
+            &drive_log(dir).display().to_string(),
         ];
         arguments.map(str::to_owned).to_vec()
     }
 
     /// Starts to answer requests. QEMU must be running.
-    pub(super) fn start(folder: &Path, drives: Vec<PlacedDrive>) -> Result<Self, LabControlError> {
+    pub(super) fn start(dir: &Path, drives: Vec<PlacedDrive>) -> Result<Self, LabControlError> {
         let connect = |path: PathBuf| {
             UnixStream::connect(&path).map_err(|source| LabControlError::Socket { path, source })
         };
-        let monitor = Qmp::new(connect(monitor_socket(folder))?).map_err(LabFaultError::Monitor)?;
-        let mut faults = LabFaultInjector::new(monitor, drives, drive_log(folder))?;
-        let line = connect(line_socket(folder))?;
+        let monitor = Qmp::new(connect(monitor_socket(dir))?).map_err(LabFaultError::Monitor)?;
+        let mut faults = LabFaultInjector::new(monitor, drives, drive_log(dir))?;
+        let line = connect(line_socket(dir))?;
         let ours = line.try_clone().map_err(|source| LabControlError::Socket {
-            path: line_socket(folder),
+            path: line_socket(dir),
             source,
         })?;
         // The thread ends with QEMU, or when the lab is dropped.
@@ -141,8 +141,8 @@ fn read_line(input: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<bool> {
         }
         let end = available.iter().position(|byte| *byte == b'\n');
         let taken = end.map_or(available.len(), |end| end + 1);
-        let room = LONGEST_LINE.saturating_sub(line.len());
-        line.extend(&available[..end.unwrap_or(taken).min(room)]);
+        let padding = LONGEST_LINE.saturating_sub(line.len());
+        line.extend(&available[..end.unwrap_or(taken).min(padding)]);
         input.consume(taken);
         if end.is_some() {
             return Ok(true);

@@ -331,7 +331,7 @@ impl PlacedDrive {
         format!("{}-port", self.drive.id)
     }
 
-    fn image(&self, folder: &Path, node: &str, nsid: usize) -> PathBuf {
+    fn image(&self, dir: &Path, node: &str, nsid: usize) -> PathBuf {
         match &self.drive.image {
             Some(image) if nsid == 1 => image.clone(),
             Some(image) => {
@@ -339,22 +339,22 @@ impl PlacedDrive {
                 name.push(format!("-{nsid}"));
                 PathBuf::from(name)
             }
-            None => folder.join(format!("{node}.img")),
+            None => dir.join(format!("{node}.img")),
         }
     }
 
-    fn images(&self, folder: &Path) -> Vec<PathBuf> {
-        let image = |(n, node): (usize, &String)| self.image(folder, node, n + 1);
+    fn images(&self, dir: &Path) -> Vec<PathBuf> {
+        let image = |(n, node): (usize, &String)| self.image(dir, node, n + 1);
         self.nodes().iter().enumerate().map(image).collect()
     }
 
     /// Creates missing image files.
-    pub(super) fn create_images(&self, folder: &Path) -> Result<(), LabError> {
-        for path in self.images(folder) {
+    pub(super) fn create_images(&self, dir: &Path) -> Result<(), LabError> {
+        for path in self.images(dir) {
             let size = self.drive.size;
             let make = || {
-                let kept = fs::metadata(&path).is_ok_and(|metadata| metadata.len() == size);
-                if kept {
+                let is_complete = fs::metadata(&path).is_ok_and(|metadata| metadata.len() == size);
+                if is_complete {
                     return Ok(());
                 }
                 File::options()
@@ -373,7 +373,7 @@ impl PlacedDrive {
     }
 
     /// Returns QEMU's arguments.
-    pub(super) fn arguments(&self, folder: &Path) -> Vec<String> {
+    pub(super) fn arguments(&self, dir: &Path) -> Vec<String> {
         let mut arguments = Vec::new();
         let mut add = |option: &str, value: String| {
             arguments.extend([option.to_owned(), value]);
@@ -385,7 +385,7 @@ impl PlacedDrive {
             "slot": self.slot + 1,
         });
         add("-device", port.to_string());
-        for (node, image) in self.nodes().iter().zip(self.images(folder)) {
+        for (node, image) in self.nodes().iter().zip(self.images(dir)) {
             let file = json!({
                 "driver": "file",
                 "node-name": Self::file_node(node),

@@ -83,7 +83,7 @@ pub fn block_device(id: &str, nsid: u32) -> Result<PathBuf, InsideError> {
     let controllers = Path::new("/sys/bus/pci/devices")
         .join(address(id)?)
         .join("nvme");
-    let entries = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
+    let entries = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten();
     // The kernel numbers namespaces in the order of their discovery, not by their identifiers.
     let has_nsid = |namespace: &Path| {
         fs::read_to_string(namespace.join("nsid")).is_ok_and(|text| text.trim() == nsid.to_string())
@@ -113,8 +113,8 @@ pub fn block_device(id: &str, nsid: u32) -> Result<PathBuf, InsideError> {
 /// # Errors
 /// The request fails.
 pub fn control(request: &str) -> Result<String, InsideError> {
-    let said = process::run(Command::new("lab-ctl").args(request.split_whitespace()))?;
-    Ok(said.trim_end().to_owned())
+    let output = process::run(Command::new("lab-ctl").args(request.split_whitespace()))?;
+    Ok(output.trim_end().to_owned())
 }
 
 fn with_path(path: &Path) -> impl FnOnce(io::Error) -> InsideError {

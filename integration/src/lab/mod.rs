@@ -207,7 +207,7 @@ pub struct Lab {
     _control: LabControlServer,
     out: PortOutput,
     files: PortOutput,
-    folder: PathBuf,
+    dir: PathBuf,
 }
 
 /// Output of a command, printed and stored: a sink for [`Lab::stream`].
@@ -241,15 +241,15 @@ struct PortOutput {
 }
 
 impl Lab {
-    /// Boots a lab and waits until it accepts commands. Console, logs and disks are put into `folder`.
+    /// Boots a lab and waits until it accepts commands. Console, logs and disks are put into `dir`.
     ///
     /// # Errors
     /// The lab does not come up.
-    pub fn boot(assets: &LabAssets, config: &LabConfig, folder: &Path) -> Result<Self, LabError> {
+    pub fn boot(assets: &LabAssets, config: &LabConfig, dir: &Path) -> Result<Self, LabError> {
         let drives = drive::place(&config.drives)?;
-        let run_disk = run_disk(config, folder)?;
+        let run_disk = run_disk(config, dir)?;
         let stream = |name| PortOutput {
-            path: folder.join(name),
+            path: dir.join(name),
             bytes_read: Mutex::new(0),
         };
         let (out, files) = (stream("lab.out"), stream("lab.files"));
@@ -295,29 +295,29 @@ impl Lab {
             let device = format!("virtserialport,chardev={name},name={name}");
             guest = guest.qemu_arguments(["-chardev", &chardev, "-device", &device]);
         }
-        for argument in LabControlServer::arguments(folder) {
+        for argument in LabControlServer::arguments(dir) {
             guest = guest.qemu_arguments([argument.as_str()]);
         }
         for drive in &drives {
-            drive.create_images(folder)?;
-            for argument in drive.arguments(folder) {
+            drive.create_images(dir)?;
+            for argument in drive.arguments(dir) {
                 guest = guest.qemu_arguments([argument.as_str()]);
             }
         }
 
-        let guest = Guest::start_booting(&assets.host, &guest, folder)?;
+        let guest = Guest::start_booting(&assets.host, &guest, dir)?;
         guest.await_ready(BOOT_TIMEOUT)?;
         guest.check(HUGE_PAGES, SHORT_TIMEOUT)?;
         if config.has_program(static_keys::PROGRAM) {
             static_keys::start_in_lab(&guest)?;
         }
-        let control = LabControlServer::start(folder, drives)?;
+        let control = LabControlServer::start(dir, drives)?;
         Ok(Self {
             guest,
             _control: control,
             out,
             files,
-            folder: folder.to_owned(),
+            dir: dir.to_owned(),
         })
     }
 
@@ -325,16 +325,16 @@ impl Lab {
     ///
     /// # Errors
     /// The script does not end in time, or the lab dies.
-    pub fn run(&self, script: &str, patience: Duration) -> Result<ScriptOutput, LabError> {
-        Ok(self.guest.run(script, patience)?)
+    pub fn run(&self, script: &str, timeout: Duration) -> Result<ScriptOutput, LabError> {
+        Ok(self.guest.run(script, timeout)?)
     }
 
     /// Runs a shell script that must succeed and returns its output.
     ///
     /// # Errors
     /// The script fails or does not end in time, or the lab dies.
-    pub fn check(&self, script: &str, patience: Duration) -> Result<String, LabError> {
-        Ok(self.guest.check(script, patience)?)
+    pub fn check(&self, script: &str, timeout: Duration) -> Result<String, LabError> {
+        Ok(self.guest.check(script, timeout)?)
     }
 
     /// Runs a shell script, forwards its output to `sink` while it runs, and returns its exit status. Only one script may be
@@ -345,7 +345,7 @@ impl Lab {
     pub fn stream(
         &self,
         script: &str,
-        patience: Duration,
+        timeout: Duration,
         sink: &mut (dyn Write + Send),
     ) -> Result<i32, LabError> {
         let ended = AtomicBool::new(false);
@@ -355,7 +355,7 @@ impl Lab {
         let (output, followed) = std::thread::scope(|scope| {
             let follower = scope.spawn(|| self.out.forward_until(&ended, sink));
             scope.spawn(|| self.kill_if_silent(&ended));
-            let output = self.guest.finish(job, patience);
+            let output = self.guest.finish(job, timeout);
             ended.store(true, Ordering::Release);
             let followed = follower
                 .join()
@@ -373,10 +373,10 @@ impl Lab {
     /// Checks until `ended` that each processor of the lab still answers. If one does not, kills the lab. An emulated
     /// processor that has lost an interrupt sleeps forever, and so does everything that waits for it, including timeouts.
     fn kill_if_silent(&self, ended: &AtomicBool) {
-        let mut asked = Instant::now();
+        let mut requested_at = Instant::now();
         while !ended.load(Ordering::Acquire) {
             std::thread::sleep(OUTPUT_INTERVAL);
-            if asked.elapsed() < HEARTBEAT {
+            if requested_at.elapsed() < HEARTBEAT {
                 continue;
             }
             let answer = self.guest.run(ALIVE, SILENCE);
@@ -391,7 +391,7 @@ impl Lab {
                 let _ = process::run(Command::new("kill").args(["-KILL", &pid]));
                 return;
             }
-            asked = Instant::now();
+            requested_at = Instant::now();
         }
     }
 
@@ -413,12 +413,12 @@ impl Lab {
                  echo {name}; fi\n"
             ));
         }
-        let there = self.check(&script, BOOT_TIMEOUT)?;
-        if there.is_empty() {
+        let found = self.check(&script, BOOT_TIMEOUT)?;
+        if found.is_empty() {
             // For tar, an empty file is not an archive.
             return Ok(Vec::new());
         }
-        let archive = self.folder.join("files.tar");
+        let archive = self.dir.join("files.tar");
         self.files.copy_to_file(&archive)?;
         process::run(
             Command::new("tar")
@@ -427,8 +427,8 @@ impl Lab {
                 .arg("--directory")
                 .arg(into),
         )?;
-        let here = |name: &str| into.join(Path::new(name).file_name().unwrap_or_default());
-        Ok(there.lines().map(here).collect())
+        let local_path = |name: &str| into.join(Path::new(name).file_name().unwrap_or_default());
+        Ok(found.lines().map(local_path).collect())
     }
 
     /// Injects a fault into a drive: a [`LabFaultRequest`](faults::LabFaultRequest) as text, or `remove DRIVE`, which pulls
@@ -537,8 +537,8 @@ impl PortOutput {
 }
 
 /// Creates the disk with the files that are copied into the lab.
-fn run_disk(config: &LabConfig, folder: &Path) -> Result<PathBuf, LabError> {
-    let tree = folder.join("run");
+fn run_disk(config: &LabConfig, dir: &Path) -> Result<PathBuf, LabError> {
+    let tree = dir.join("run");
     let programs = tree.join("bin");
     let at = |path: &Path| {
         let path = path.to_owned();
@@ -552,7 +552,7 @@ fn run_disk(config: &LabConfig, folder: &Path) -> Result<PathBuf, LabError> {
     }
     let list = tree.join("drives");
     fs::write(&list, drive::list(&config.drives)).map_err(at(&list))?;
-    let disk = folder.join("run.img");
+    let disk = dir.join("run.img");
     image::make(&tree, &disk, 0)?;
     fs::remove_dir_all(&tree).map_err(at(&tree))?;
     Ok(disk)
@@ -591,9 +591,9 @@ mod tests {
 
     #[test]
     fn a_stream_is_read_in_pieces() {
-        let folder = tempfile::tempdir().expect("temporary folder");
+        let dir = tempfile::tempdir().expect("temporary folder");
         let stream = PortOutput {
-            path: folder.path().join("out"),
+            path: dir.path().join("out"),
             bytes_read: Mutex::new(0),
         };
         fs::write(&stream.path, "one").expect("write");

@@ -71,18 +71,18 @@ pub struct LabOptions {
 pub fn run(options: &LabOptions) -> Result<LabReport, LabError> {
     let programs = build()?;
     let assets = LabAssets::provide(&options.kernel)?;
-    let folder = tempfile::Builder::new()
+    let dir = tempfile::Builder::new()
         .prefix("nvme-mpt-lab-")
         .tempdir()
         .map_err(|source| LabError::File {
             path: std::env::temp_dir(),
             source,
         })?;
-    let result = run_in(options, &programs, &assets, folder.path());
+    let result = run_in(options, &programs, &assets, dir.path());
     if options.keep || result.is_err() {
         print_line(&format!(
             "The lab's console, logs and images: {}",
-            folder.keep().display()
+            dir.keep().display()
         ));
     }
     result
@@ -92,7 +92,7 @@ fn run_in(
     options: &LabOptions,
     programs: &[PathBuf],
     assets: &LabAssets,
-    folder: &Path,
+    dir: &Path,
 ) -> Result<LabReport, LabError> {
     let mut config = LabConfig::new()
         .vcpus(options.vcpus)
@@ -115,11 +115,11 @@ fn run_in(
         "Booting the lab, kernel {}",
         assets.host.kernel.name
     ));
-    let lab = Lab::boot(assets, &config, folder)?;
+    let lab = Lab::boot(assets, &config, dir)?;
     step.done("");
     let started = Instant::now();
-    let patience = Duration::from_secs(options.timeout);
-    let status = lab.stream(&script, patience, &mut io::stdout())?;
+    let timeout = Duration::from_secs(options.timeout);
+    let status = lab.stream(&script, timeout, &mut io::stdout())?;
     let took = seconds(started.elapsed());
     let report = lab.finish(status, &options.get, &options.into)?;
     print_line(&format!(
@@ -176,8 +176,8 @@ mod tests {
 
     #[test]
     fn a_local_file_argument_is_copied_into_the_lab() {
-        let folder = tempfile::tempdir().expect("temporary folder");
-        let program = folder.path().join("prog");
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let program = dir.path().join("prog");
         std::fs::write(&program, "").expect("write");
         let (text, file) = script(&[program.display().to_string(), "-x".to_owned()]);
         assert_eq!(text, "'/lab/run/bin/prog' '-x'");

@@ -67,7 +67,7 @@ fn unpack_from(
 
 /// An apt with a separate directory for its sources, lists and package database.
 struct PrivateApt {
-    folder: PathBuf,
+    dir: PathBuf,
     preferred: &'static str,
 }
 
@@ -76,13 +76,13 @@ impl PrivateApt {
         if !Path::new(KEYRING).exists() {
             return Err(ProvisionError::NotDebian);
         }
-        let folder = root.join(".apt");
+        let dir = root.join(".apt");
         for part in ["lists/partial", "archives/partial"] {
-            let path = folder.join(part);
+            let path = dir.join(part);
             fs::create_dir_all(&path).map_err(|source| ProvisionError::File { path, source })?;
         }
         let apt = Self {
-            folder,
+            dir,
             preferred: suites.preferred,
         };
         apt.write("status", "")?;
@@ -101,20 +101,20 @@ impl PrivateApt {
     /// Returns the configuration. apt reads it after the machine's own configuration, so that the machine's proxies and
     /// similar settings stay in effect. Hooks of other programs are removed.
     fn configuration(&self) -> String {
-        let folder = self.folder.display();
+        let dir = self.dir.display();
         format!(
             r#"#clear APT::Update::Post-Invoke;
 #clear APT::Update::Post-Invoke-Success;
 #clear DPkg::Pre-Install-Pkgs;
 #clear DPkg::Post-Invoke;
 #clear Acquire::IndexTargets::deb::DEP-11;
-Dir::State::lists "{folder}/lists";
-Dir::State::status "{folder}/status";
-Dir::State::extended_states "{folder}/extended_states";
-Dir::Cache::archives "{folder}/archives";
+Dir::State::lists "{dir}/lists";
+Dir::State::status "{dir}/status";
+Dir::State::extended_states "{dir}/extended_states";
+Dir::Cache::archives "{dir}/archives";
 Dir::Cache::pkgcache "";
 Dir::Cache::srcpkgcache "";
-Dir::Etc::sourcelist "{folder}/sources.sources";
+Dir::Etc::sourcelist "{dir}/sources.sources";
 Dir::Etc::sourceparts "/dev/null";
 Dir::Etc::preferences "/dev/null";
 Dir::Etc::preferencesparts "/dev/null";
@@ -133,7 +133,7 @@ Acquire::Retries "3";
         let mut command = Command::new("apt-get");
         command
             .arg("-c")
-            .arg(self.folder.join("apt.conf"))
+            .arg(self.dir.join("apt.conf"))
             .env("DEBIAN_FRONTEND", "noninteractive")
             .env("LC_ALL", "C");
         command
@@ -141,14 +141,14 @@ Acquire::Retries "3";
 
     /// Removes the package lists and packed packages.
     fn remove(self) -> Result<(), ProvisionError> {
-        fs::remove_dir_all(&self.folder).map_err(|source| ProvisionError::File {
-            path: self.folder,
+        fs::remove_dir_all(&self.dir).map_err(|source| ProvisionError::File {
+            path: self.dir,
             source,
         })
     }
 
     fn write(&self, name: &str, text: &str) -> Result<(), ProvisionError> {
-        let path = self.folder.join(name);
+        let path = self.dir.join(name);
         fs::write(&path, text).map_err(|source| ProvisionError::File { path, source })
     }
 }
@@ -176,7 +176,7 @@ impl PackageSource for PrivateApt {
                 ])
                 .args(packages),
         )?;
-        let archives = self.folder.join("archives");
+        let archives = self.dir.join("archives");
         let at = |source| ProvisionError::File {
             path: archives.clone(),
             source,
@@ -324,21 +324,21 @@ mod tests {
             fetches.push((suites, kernel));
         }
         let root = Path::new("/nonexistent");
-        let (result, said) = progress::capture_lines(|| {
+        let (result, output) = progress::capture_lines(|| {
             let mut fetches = fetches.iter();
             fetches.try_for_each(|(suites, packages)| {
                 unpack_from(&NoPackages, *suites, packages, root)
             })
         });
         result.expect("nothing is unpacked");
-        let mut lines: Vec<&str> = said
+        let mut lines: Vec<&str> = output
             .lines()
             .filter(|line| line.starts_with("==> "))
             .collect();
         lines.sort_unstable();
-        assert_eq!(lines.len(), fetches.len(), "{said}");
+        assert_eq!(lines.len(), fetches.len(), "{output}");
         lines.dedup();
-        assert_eq!(lines.len(), fetches.len(), "{said}");
+        assert_eq!(lines.len(), fetches.len(), "{output}");
     }
 
     #[test]

@@ -61,25 +61,25 @@ pub fn provide() -> Result<PathBuf, ProvisionError> {
     let recipe = format!(
         "{root:?} by {LOADER_PACKAGES:?} of {SUITES:?} and {kernel:?}: {SYSTEM_PARTITION:?} {configuration}"
     );
-    let folder = cache.entry("bootable", &recipe, |folder| {
+    let dir = cache.entry("bootable", &recipe, |dir| {
         host::ensure(&TOOLS)?;
-        let packages = folder.join("packages");
+        let packages = dir.join("packages");
         fs::create_dir(&packages).map_err(with_path(&packages))?;
         apt::unpack(SUITES, LOADER_PACKAGES, &packages)?;
-        let text = folder.join("grub.cfg");
+        let text = dir.join("grub.cfg");
         fs::write(&text, &configuration).map_err(with_path(&text))?;
-        let system = folder.join("system");
+        let system = dir.join("system");
         let files = [
             (packages.join(LOADER), "::/EFI/BOOT/BOOTX64.EFI"),
             (text, "::/EFI/debian/grub.cfg"),
             (kernel.image.clone(), "::/vmlinuz"),
         ];
         make_system_partition(&system, &files)?;
-        make_disk(&folder.join("disk"), &system, &root)?;
+        make_disk(&dir.join("disk"), &system, &root)?;
         fs::remove_file(&system).map_err(with_path(&system))?;
         fs::remove_dir_all(&packages).map_err(with_path(&packages))
     })?;
-    Ok(folder.join("disk"))
+    Ok(dir.join("disk"))
 }
 
 /// Creates a FAT file system with these files, each at its path.

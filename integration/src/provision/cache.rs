@@ -97,8 +97,8 @@ mod tests {
 
     #[test]
     fn a_failed_build_leaves_no_complete_entry() {
-        let folder = tempfile::tempdir().expect("temporary folder");
-        let cache = ProvisionCache::open_at(folder.path());
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let cache = ProvisionCache::open_at(dir.path());
         let failed = cache.entry("thing", "recipe", |path| {
             fs::write(path.join("half"), "half").expect("write");
             Err(ProvisionError::NotDebian)
@@ -120,8 +120,8 @@ mod tests {
 
     #[test]
     fn a_recipe_is_built_once_and_a_changed_recipe_again() {
-        let folder = tempfile::tempdir().expect("temporary folder");
-        let cache = ProvisionCache::open_at(folder.path());
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let cache = ProvisionCache::open_at(dir.path());
         let first = cache.entry("thing", "1", |_| Ok(())).expect("first");
         let again = cache
             .entry("thing", "1", |_| panic!("built twice"))

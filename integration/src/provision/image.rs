@@ -10,19 +10,19 @@ use crate::process;
 /// Size in bytes of an ext4 file system without its files.
 const OVERHEAD: u64 = 32 << 20;
 
-/// Creates an ext4 image with the contents of `folder`, and `room` bytes of free space.
+/// Creates an ext4 image with the contents of `dir`, and `spare_bytes` bytes of free space.
 ///
 /// The file system has no journal: after a crash it is created again, and not repaired.
 ///
 /// # Errors
 /// The directory cannot be read, or the image cannot be written.
-pub(crate) fn make(folder: &Path, image: &Path, room: u64) -> Result<(), ProvisionError> {
-    let content = size_of(folder)?;
+pub(crate) fn make(dir: &Path, image: &Path, spare_bytes: u64) -> Result<(), ProvisionError> {
+    let content = size_of(dir)?;
     let at = |source| ProvisionError::File {
         path: image.to_owned(),
         source,
     };
-    let size = (content + content / 8 + OVERHEAD + room).next_multiple_of(1 << 20);
+    let size = (content + content / 8 + OVERHEAD + spare_bytes).next_multiple_of(1 << 20);
     File::create(image)
         .and_then(|file| file.set_len(size))
         .map_err(at)?;
@@ -35,20 +35,20 @@ pub(crate) fn make(folder: &Path, image: &Path, room: u64) -> Result<(), Provisi
         Command::new(program)
             .args(["-q", "-F", "-O", "^has_journal", "-m", "0"])
             .args(["-E", "root_owner=0:0,nodiscard", "-d"])
-            .arg(folder)
+            .arg(dir)
             .arg(image),
     )?;
     Ok(())
 }
 
 /// Returns the total size of all files in a directory, each rounded up to whole blocks.
-fn size_of(folder: &Path) -> Result<u64, ProvisionError> {
+fn size_of(dir: &Path) -> Result<u64, ProvisionError> {
     let at = |source| ProvisionError::File {
-        path: folder.to_owned(),
+        path: dir.to_owned(),
         source,
     };
     let mut sum = 0;
-    for entry in fs::read_dir(folder).map_err(at)? {
+    for entry in fs::read_dir(dir).map_err(at)? {
         let entry = entry.map_err(at)?;
         let kind = entry.file_type().map_err(at)?;
         sum += if kind.is_dir() {

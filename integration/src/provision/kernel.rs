@@ -73,10 +73,10 @@ impl GuestKernel {
             Err(own) => return Ok(own),
         };
         let recipe = format!("{PACKAGE} of {suites:?}, image only");
-        let folder = cache.entry(name, &recipe, |folder| {
-            keep_image(&package(cache, suites, apt::unpack)?, folder, suites)
+        let dir = cache.entry(name, &recipe, |dir| {
+            keep_image(&package(cache, suites, apt::unpack)?, dir, suites)
         })?;
-        Self::from_dir(&folder, suites)
+        Self::from_dir(&dir, suites)
     }
 
     /// Returns a kernel, and a directory with the modules `wanted` and their dependencies. `whom` distinguishes the entry
@@ -91,19 +91,19 @@ impl GuestKernel {
             return Err(ProvisionError::NoModules);
         };
         let recipe = format!("{PACKAGE} of {suites:?} with {wanted:?}");
-        let folder = cache.entry(&format!("{whom}-{name}"), &recipe, |folder| {
+        let dir = cache.entry(&format!("{whom}-{name}"), &recipe, |dir| {
             let root = package(cache, suites, apt::unpack)?;
-            let copies = folder.join("modules");
+            let copies = dir.join("modules");
             fs::create_dir(&copies).map_err(with_path(&copies))?;
-            keep_image(&root, folder, suites)?;
+            keep_image(&root, dir, suites)?;
             modules::copy(&root, wanted, &copies)
         })?;
-        Ok((Self::from_dir(&folder, suites)?, folder.join("modules")))
+        Ok((Self::from_dir(&dir, suites)?, dir.join("modules")))
     }
 
-    /// Returns the kernel whose image is in `folder`.
-    pub(super) fn from_dir(folder: &Path, suites: DebianSuites) -> Result<Self, ProvisionError> {
-        let image = find_image(folder, suites)?;
+    /// Returns the kernel whose image is in `dir`.
+    pub(super) fn from_dir(dir: &Path, suites: DebianSuites) -> Result<Self, ProvisionError> {
+        let image = find_image(dir, suites)?;
         let file = image.file_name().unwrap_or_default().to_string_lossy();
         let name = file.trim_start_matches("vmlinuz-").to_owned();
         Ok(Self { name, image })
@@ -158,17 +158,17 @@ fn package(
     cache.entry(&name, &recipe, |root| unpack(suites, &[PACKAGE], root))
 }
 
-/// Copies the kernel image of a package, which is unpacked in `root`, to `folder`.
-fn keep_image(root: &Path, folder: &Path, suites: DebianSuites) -> Result<(), ProvisionError> {
+/// Copies the kernel image of a package, which is unpacked in `root`, to `dir`.
+fn keep_image(root: &Path, dir: &Path, suites: DebianSuites) -> Result<(), ProvisionError> {
     let image = find_image(&root.join("boot"), suites)?;
-    let kept = folder.join(image.file_name().unwrap_or_default());
-    fs::copy(&image, kept).map_err(with_path(&image))?;
+    let stored_image = dir.join(image.file_name().unwrap_or_default());
+    fs::copy(&image, stored_image).map_err(with_path(&image))?;
     Ok(())
 }
 
-fn find_image(folder: &Path, suites: DebianSuites) -> Result<PathBuf, ProvisionError> {
-    for entry in fs::read_dir(folder).map_err(with_path(folder))? {
-        let entry = entry.map_err(with_path(folder))?;
+fn find_image(dir: &Path, suites: DebianSuites) -> Result<PathBuf, ProvisionError> {
+    for entry in fs::read_dir(dir).map_err(with_path(dir))? {
+        let entry = entry.map_err(with_path(dir))?;
         if entry.file_name().to_string_lossy().starts_with("vmlinuz-") {
             return Ok(entry.path());
         }
@@ -185,8 +185,8 @@ mod tests {
 
     #[test]
     fn a_package_is_fetched_once_for_all_its_uses() {
-        let folder = tempfile::tempdir().expect("folder");
-        let cache = ProvisionCache::open_at(folder.path());
+        let dir = tempfile::tempdir().expect("folder");
+        let cache = ProvisionCache::open_at(dir.path());
         let Ok((suites, _)) = packaged(&KernelChoice::V6_12) else {
             panic!("it is packaged");
         };
@@ -200,7 +200,7 @@ mod tests {
         let again = package(&cache, suites, |_, _, _| panic!("fetched twice"));
         assert_eq!(again.expect("the same"), root);
         for name in ["lab", "guest"] {
-            let made = folder.path().join(name);
+            let made = dir.path().join(name);
             fs::create_dir(&made).expect("folder");
             keep_image(&root, &made, suites).expect("an image");
             let kernel = GuestKernel::from_dir(&made, suites).expect("a kernel");

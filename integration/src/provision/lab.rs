@@ -144,13 +144,13 @@ fn disk(cache: &ProvisionCache, userland: &Path) -> Result<PathBuf, ProvisionErr
     for choice in [KernelChoice::V6_1, KernelChoice::V6_12] {
         if let Ok((_, name)) = kernel::packaged(&choice) {
             let image = GuestKernel::provide(cache, &choice)?.image;
-            let folder = image.parent().unwrap_or(&image).to_owned();
-            parts.push((folder, name.to_owned()));
+            let dir = image.parent().unwrap_or(&image).to_owned();
+            parts.push((dir, name.to_owned()));
         }
     }
-    let folder = cache.entry("lab-disk", &format!("{parts:?}"), |folder| {
+    let dir = cache.entry("lab-disk", &format!("{parts:?}"), |dir| {
         let step = ProgressStep::start("Making the lab's disk");
-        let tree = folder.join("tree");
+        let tree = dir.join("tree");
         fs::create_dir(&tree).map_err(with_path(&tree))?;
         for (from, name) in &parts {
             // The cache is on one file system, so hard links save space.
@@ -161,10 +161,10 @@ fn disk(cache: &ProvisionCache, userland: &Path) -> Result<PathBuf, ProvisionErr
                     .arg(tree.join(name)),
             )?;
         }
-        image::make(&tree, &folder.join("disk"), 0)?;
+        image::make(&tree, &dir.join("disk"), 0)?;
         fs::remove_dir_all(&tree).map_err(with_path(&tree))?;
         step.done("");
         Ok(())
     })?;
-    Ok(folder.join("disk"))
+    Ok(dir.join("disk"))
 }

@@ -11,18 +11,18 @@ use crate::process;
 /// Text that precedes a module's list of dependencies in the `.modinfo` section.
 const DEPENDS: &[u8] = b"\0depends=";
 
-/// Copies the modules `wanted` and their dependencies to `folder`, uncompressed. `root` is the directory of an unpacked
+/// Copies the modules `wanted` and their dependencies to `dir`, uncompressed. `root` is the directory of an unpacked
 /// kernel package. The copies are named `00-name.ko`, `01-name.ko`, …, with dependencies first.
 ///
 /// Names for which there is no module are skipped, since the driver may be built into the kernel.
 ///
 /// # Errors
 /// A file cannot be read, uncompressed or written.
-pub(super) fn copy(root: &Path, wanted: &[&str], folder: &Path) -> Result<(), ProvisionError> {
+pub(super) fn copy(root: &Path, wanted: &[&str], dir: &Path) -> Result<(), ProvisionError> {
     let mut tree = ModuleTree {
         files: HashMap::new(),
         chosen: Vec::new(),
-        folder,
+        dir,
     };
     // Directories of modules in a package: before and after Debian merged / and /usr.
     for place in ["lib/modules", "usr/lib/modules"] {
@@ -40,16 +40,16 @@ pub(super) fn copy(root: &Path, wanted: &[&str], folder: &Path) -> Result<(), Pr
 struct ModuleTree<'a> {
     files: HashMap<String, PathBuf>,
     chosen: Vec<String>,
-    folder: &'a Path,
+    dir: &'a Path,
 }
 
 impl ModuleTree<'_> {
-    fn index(&mut self, folder: &Path) -> Result<(), ProvisionError> {
+    fn index(&mut self, dir: &Path) -> Result<(), ProvisionError> {
         let at = |source| ProvisionError::File {
-            path: folder.to_owned(),
+            path: dir.to_owned(),
             source,
         };
-        for entry in fs::read_dir(folder).map_err(at)? {
+        for entry in fs::read_dir(dir).map_err(at)? {
             let entry = entry.map_err(at)?;
             let path = entry.path();
             // The link `build` points out of the tree, so links are not followed.
@@ -71,7 +71,7 @@ impl ModuleTree<'_> {
             return Ok(());
         };
         let packed = file.extension().is_some_and(|extension| extension == "xz");
-        let place = self.folder.join(format!("{name}.ko"));
+        let place = self.dir.join(format!("{name}.ko"));
         let mut partial = place.clone();
         if packed {
             partial.set_extension("ko.xz");
@@ -91,7 +91,7 @@ impl ModuleTree<'_> {
             self.choose(&needed)?;
         }
         let ordered = format!("{:02}-{name}.ko", self.chosen.len());
-        fs::rename(&place, self.folder.join(ordered)).map_err(at)?;
+        fs::rename(&place, self.dir.join(ordered)).map_err(at)?;
         self.chosen.push(name);
         Ok(())
     }

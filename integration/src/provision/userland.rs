@@ -70,16 +70,16 @@ const FOLDERS: &[&str] = &[
 /// Returns the image. If the cache does not contain it, creates it.
 pub(super) fn provide(cache: &ProvisionCache) -> Result<PathBuf, ProvisionError> {
     let recipe = format!("{PACKAGES:?} of {SUITES:?}: {FOLDERS:?} {PROGRAMS:?} {SCRIPTS:?}");
-    let folder = cache.entry("userland", &recipe, |folder| {
+    let dir = cache.entry("userland", &recipe, |dir| {
         // The packages are a separate entry of the cache. So after a change of a script, they are not fetched again.
         let root = cache.entry(
             "userland-packages",
             &format!("{PACKAGES:?} of {SUITES:?}"),
             |root| apt::unpack(SUITES, PACKAGES, root),
         )?;
-        pack(&root, &folder.join("initramfs"))
+        pack(&root, &dir.join("initramfs"))
     })?;
-    Ok(folder.join("initramfs"))
+    Ok(dir.join("initramfs"))
 }
 
 /// Files that some guests have in addition.
@@ -100,18 +100,18 @@ impl UserlandAdditions<'_> {
         userland: &Path,
     ) -> Result<PathBuf, ProvisionError> {
         let Self {
-            dirs: folders,
+            dirs,
             scripts,
             modules,
         } = self;
-        let recipe = format!("{userland:?} {modules:?} {folders:?} {scripts:?}");
-        let folder = cache.entry(name, &recipe, |folder| {
-            let image = folder.join("initramfs");
+        let recipe = format!("{userland:?} {modules:?} {dirs:?} {scripts:?}");
+        let dir = cache.entry(name, &recipe, |dir| {
+            let image = dir.join("initramfs");
             let write = || -> io::Result<()> {
                 let mut out = BufWriter::new(File::create(&image)?);
                 io::copy(&mut File::open(userland)?, &mut out)?;
                 let mut archive = CpioArchive::new(out);
-                for name in *folders {
+                for name in *dirs {
                     archive.directory(name)?;
                 }
                 for (name, text) in *scripts {
@@ -127,7 +127,7 @@ impl UserlandAdditions<'_> {
             };
             write().map_err(with_path(&image))
         })?;
-        Ok(folder.join("initramfs"))
+        Ok(dir.join("initramfs"))
     }
 }
 
@@ -138,8 +138,8 @@ fn pack(root: &Path, image: &Path) -> Result<(), ProvisionError> {
     };
     let out = BufWriter::new(fs::File::create(image).map_err(at)?);
     let mut archive = CpioArchive::new(out);
-    for folder in FOLDERS {
-        archive.directory(folder).map_err(at)?;
+    for dir in FOLDERS {
+        archive.directory(dir).map_err(at)?;
     }
     for (name, text) in SCRIPTS {
         archive.file(name, 0o755, text.as_bytes()).map_err(at)?;
@@ -168,10 +168,10 @@ fn pack(root: &Path, image: &Path) -> Result<(), ProvisionError> {
 
 /// Returns all libraries that the programs need, as their loader finds them.
 fn libraries(root: &Path) -> Result<BTreeSet<PathBuf>, ProvisionError> {
-    let folder = root.join(LIBRARIES);
-    let loader = folder.join("ld-linux-x86-64.so.2");
+    let dir = root.join(LIBRARIES);
+    let loader = dir.join("ld-linux-x86-64.so.2");
     // fio's RADOS engine has a built-in path for one of its libraries.
-    let path = format!("{0}:{0}/ceph", folder.display());
+    let path = format!("{0}:{0}/ceph", dir.display());
     let mut found = BTreeSet::from([loader.clone()]);
     for (program, _) in PROGRAMS
         .iter()

@@ -82,11 +82,11 @@ impl AccessMethod {
         self,
         jobs: &[GuestFioJob],
         assets: &crate::provision::GuestAssets,
-        folder: &Path,
+        dir: &Path,
     ) -> Result<Vec<FioJobDirection>, ThroughputError> {
         let boot = |drive| {
             let config = GuestConfig::new("guest").drive(drive);
-            Guest::boot(assets, &config, folder)
+            Guest::boot(assets, &config, dir)
         };
         match self {
             Self::Host => {
@@ -99,17 +99,17 @@ impl AccessMethod {
                 let guest = boot(GuestDrive::vfio_pci(&inside::address(DRIVE)?))?;
                 in_guest(jobs, guest, "/dev/nvme0n1")
             }
-            Self::Busy => served(jobs, folder, "dedicated:busy", boot),
-            Self::Adaptive => served(jobs, folder, "shared:adaptive", boot),
+            Self::Busy => serve_functions(jobs, dir, "dedicated:busy", boot),
+            Self::Adaptive => serve_functions(jobs, dir, "shared:adaptive", boot),
             Self::Virtio => {
                 inside::bind(DRIVE, "nvme")?;
                 let guest = boot(GuestDrive::virtio_blk(inside::block_device(DRIVE, 1)?))?;
                 guest.load_modules()?;
                 in_guest(jobs, guest, "/dev/vda")
             }
-            Self::FileBusy => on_file(jobs, assets, folder, "dedicated:busy", "/dev/nvme0n1"),
-            Self::FileAdaptive => on_file(jobs, assets, folder, "shared:adaptive", "/dev/nvme0n1"),
-            Self::FileVirtio => on_file(jobs, assets, folder, "shared:adaptive", VIRTIO_DISK),
+            Self::FileBusy => on_file(jobs, assets, dir, "dedicated:busy", "/dev/nvme0n1"),
+            Self::FileAdaptive => on_file(jobs, assets, dir, "shared:adaptive", "/dev/nvme0n1"),
+            Self::FileVirtio => on_file(jobs, assets, dir, "shared:adaptive", VIRTIO_DISK),
         }
     }
 }
@@ -121,7 +121,7 @@ const VIRTIO_DISK: &str = "/dev/vda";
 fn on_file(
     jobs: &[GuestFioJob],
     assets: &crate::provision::GuestAssets,
-    folder: &Path,
+    dir: &Path,
     poll: &str,
     device: &str,
 ) -> Result<Vec<FioJobDirection>, ThroughputError> {
@@ -133,7 +133,7 @@ fn on_file(
          fio --name=fill --filename={FILE} --size={FILE_SIZE} --rw=write --bs=1m --direct=1",
         disk = disk.display(),
     ))?;
-    let sides = in_cloud_hypervisor(jobs, assets, folder, poll, device);
+    let sides = in_cloud_hypervisor(jobs, assets, dir, poll, device);
     shell(format!("umount {MOUNTED}"))?;
     sides
 }
@@ -141,7 +141,7 @@ fn on_file(
 fn in_cloud_hypervisor(
     jobs: &[GuestFioJob],
     assets: &crate::provision::GuestAssets,
-    folder: &Path,
+    dir: &Path,
     poll: &str,
     device: &str,
 ) -> Result<Vec<FioJobDirection>, ThroughputError> {
@@ -159,16 +159,16 @@ fn in_cloud_hypervisor(
         root: RootLocation::Memory,
         first: function(FUNCTION),
         pluggable: FunctionArgument::new("other", "null:256M", format!("0+{FILE_SIZE}")),
-        folder,
-        state_dir: &folder.join("state"),
+        dir,
+        state_dir: &dir.join("state"),
     })?;
     vmm.guest().load_modules()?;
     if is_virtio {
         let disk = json!({"path": FILE, "direct": true});
-        cloud_hypervisor::request(folder, "vm.add-disk", &disk)?;
+        cloud_hypervisor::request(dir, "vm.add-disk", &disk)?;
         // fio must wait until the disk exists. Otherwise, it would create a file in the guest's memory.
-        let there = format!("until [ -b {VIRTIO_DISK} ]; do sleep 0.1; done");
-        vmm.guest().check(&there, TIMEOUT)?;
+        let wait_script = format!("until [ -b {VIRTIO_DISK} ]; do sleep 0.1; done");
+        vmm.guest().check(&wait_script, TIMEOUT)?;
     }
     let sides = run(jobs, vmm.guest(), device)?;
     vmm.power_off()?;
@@ -220,9 +220,9 @@ fn run(
         .collect()
 }
 
-fn served(
+fn serve_functions(
     jobs: &[GuestFioJob],
-    folder: &Path,
+    dir: &Path,
     poll: &str,
     boot: impl FnOnce(GuestDrive) -> Result<Guest, crate::guest::GuestError>,
 ) -> Result<Vec<FioJobDirection>, ThroughputError> {
@@ -230,7 +230,7 @@ fn served(
     let function = FunctionArgument::new(FUNCTION, inside::address(DRIVE)?, "0+512M")
         .option(format!("poll={poll}"))
         .option("queues=1");
-    let mut server = Server::start(&inside::copied_path("nvme-mpt"), &[function], folder)?;
+    let mut server = Server::start(&inside::copied_path("nvme-mpt"), &[function], dir)?;
     let guest = boot(GuestDrive::vfio_user(server.socket(FUNCTION)))?;
     let sides = in_guest(jobs, guest, "/dev/nvme0n1")?;
     server.stop()?;

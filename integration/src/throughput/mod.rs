@@ -230,7 +230,7 @@ fn measure_in_lab(options: &ThroughputOptions) -> Result<ThroughputTable, Throug
     programs.push(itself);
     programs.extend(cloud_hypervisor::existing_path());
     let assets = LabAssets::provide(&KernelChoice::V6_12)?;
-    let folder = tempfile::Builder::new()
+    let dir = tempfile::Builder::new()
         .prefix("nvme-mpt-throughput-")
         .tempdir()
         .map_err(|source| ThroughputError::File {
@@ -244,7 +244,7 @@ fn measure_in_lab(options: &ThroughputOptions) -> Result<ThroughputTable, Throug
         config = config.with_file(program);
     }
     let step = ProgressStep::start("Booting the lab");
-    let lab = Lab::boot(&assets, &config, folder.path())?;
+    let lab = Lab::boot(&assets, &config, dir.path())?;
     step.done(format!("kernel {}", assets.host.kernel.name));
     let command = format!(
         "{}throughput --runtime {} --rounds {} --jobs '{}' --ways '{}' --json {REPORT}",
@@ -255,12 +255,12 @@ fn measure_in_lab(options: &ThroughputOptions) -> Result<ThroughputTable, Throug
         options.ways
     );
     let status = lab.stream(&command, TIMEOUT, &mut io::stdout())?;
-    let report = lab.finish(status, &[REPORT.to_owned()], folder.path())?;
+    let report = lab.finish(status, &[REPORT.to_owned()], dir.path())?;
     if status != 0 {
         // The program in the lab has already printed the cause.
         return Err(ThroughputError::NotMeasured { status });
     }
-    let path = folder.path().join("throughput.json");
+    let path = dir.path().join("throughput.json");
     let text = fs::read_to_string(&path).map_err(|source| ThroughputError::File {
         path: path.clone(),
         source,
@@ -276,9 +276,9 @@ fn measure_in_lab(options: &ThroughputOptions) -> Result<ThroughputTable, Throug
 fn measure(options: &ThroughputOptions) -> Result<ThroughputTable, ThroughputError> {
     let jobs = jobs(options)?;
     let assets = GuestAssets::provide(&KernelChoice::V6_12)?;
-    let folder = PathBuf::from("/tmp/throughput");
-    fs::create_dir_all(&folder).map_err(|source| ThroughputError::File {
-        path: folder.clone(),
+    let dir = PathBuf::from("/tmp/throughput");
+    fs::create_dir_all(&dir).map_err(|source| ThroughputError::File {
+        path: dir.clone(),
         source,
     })?;
     access_method::fill()?;
@@ -288,7 +288,7 @@ fn measure(options: &ThroughputOptions) -> Result<ThroughputTable, ThroughputErr
     for round in 1..=options.rounds {
         for (column, way) in ways.iter().enumerate() {
             let step = ProgressStep::start(format!("{} (round {round})", way.name()));
-            let sides = measured(*way, &jobs, &assets, &folder)?;
+            let sides = measured(*way, &jobs, &assets, &dir)?;
             for (row, side) in sides.iter().enumerate() {
                 table.add(row, column, side);
             }
@@ -303,15 +303,15 @@ fn measured(
     way: AccessMethod,
     jobs: &[GuestFioJob],
     assets: &GuestAssets,
-    folder: &Path,
+    dir: &Path,
 ) -> Result<Vec<FioJobDirection>, ThroughputError> {
     for _ in 1..ATTEMPTS {
-        match way.measure(jobs, assets, folder) {
+        match way.measure(jobs, assets, dir) {
             Err(error) if guest::is_lost(&error) => {
                 print_line(&format!("    {}", guest::LOST_GUEST_LINE))
             }
             result => return result,
         }
     }
-    way.measure(jobs, assets, folder)
+    way.measure(jobs, assets, dir)
 }

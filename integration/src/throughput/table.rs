@@ -269,8 +269,8 @@ mod tests {
             }
         }
         let figure = table.figure("cargo throughput");
-        let folder = tempfile::tempdir().expect("folder");
-        figure.write(&folder.path().join("x.json")).expect("valid");
+        let dir = tempfile::tempdir().expect("folder");
+        figure.write(&dir.path().join("x.json")).expect("valid");
         let [host, through] = &figure.panels[0].series[..] else {
             panic!("{figure:?}");
         };

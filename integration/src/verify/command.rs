@@ -48,7 +48,7 @@ impl StepContext<'_> {
     ) -> Command {
         let mut command = self.cargo(arguments);
         command
-            .env("CARGO_TARGET_DIR", self.folder.join(build))
+            .env("CARGO_TARGET_DIR", self.dir.join(build))
             .env("RUSTFLAGS", flags);
         command
     }
@@ -233,12 +233,12 @@ impl TestPrograms {
         let are_several = self.durations.len() > 1;
         self.durations.retain(|(took, _)| *took >= Self::LONG);
         self.durations.sort_by(|(a, _), (b, _)| b.total_cmp(a));
-        let told = self.durations.iter().take(Self::MOST).map(|(took, name)| {
+        let lines = self.durations.iter().take(Self::MOST).map(|(took, name)| {
             let took = seconds(Duration::from_secs_f64(*took));
             format!("{name} {took}")
         });
-        let told: Vec<String> = told.collect();
-        (are_several && !told.is_empty()).then(|| told.join(", "))
+        let lines: Vec<String> = lines.collect();
+        (are_several && !lines.is_empty()).then(|| lines.join(", "))
     }
 }
 
@@ -362,10 +362,10 @@ mod tests {
             test c ... ok\n\
             test result: ok. 1 passed; 0 failed; 0 ignored\n\
             error: 1 target failed:";
-        let told = read(failed).unwrap();
-        assert!(told.contains("thread 'b' panicked at b.rs:1"), "{told}");
-        assert!(!told.contains("running"), "{told}");
-        assert!(!told.contains("error: 1 target failed"), "{told}");
+        let lines = read(failed).unwrap();
+        assert!(lines.contains("thread 'b' panicked at b.rs:1"), "{lines}");
+        assert!(!lines.contains("running"), "{lines}");
+        assert!(!lines.contains("error: 1 target failed"), "{lines}");
         let (_, passed) = failed.split_once("running 1 test").unwrap();
         assert_eq!(read(passed), None);
     }

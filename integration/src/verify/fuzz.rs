@@ -37,7 +37,7 @@ pub(super) fn run(context: &mut StepContext) -> Result<(), VerifyError> {
     let mut command = context.cargo_with_target_dir(&build, "fuzz", FLAGS);
     context.run(&mut command, CountedChecks::One)?;
 
-    let programs = context.folder.join("fuzz").join(TARGET).join("release");
+    let programs = context.dir.join("fuzz").join(TARGET).join("release");
     let targets = context.targets(MANIFEST, "bin")?;
     if targets.is_empty() {
         return Err(VerifyError::NothingTested {
@@ -78,8 +78,8 @@ pub(super) fn run(context: &mut StepContext) -> Result<(), VerifyError> {
 }
 
 fn run_target(context: &mut StepContext, target: &str, program: &Path) -> Result<(), VerifyError> {
-    let finds = create_dir(&context.folder.join("fuzz-finds").join(target))?;
-    let artifacts = create_dir(&context.folder.join("fuzz-artifacts").join(target))?;
+    let finds = create_dir(&context.dir.join("fuzz-finds").join(target))?;
+    let artifacts = create_dir(&context.dir.join("fuzz-artifacts").join(target))?;
     // Artifacts of earlier runs do not count.
     let before = files(&artifacts)?;
     let seconds = context.options.fuzz_seconds;
@@ -126,12 +126,12 @@ fn create_dir(path: &Path) -> Result<PathBuf, VerifyError> {
     Ok(path.to_owned())
 }
 
-fn files(folder: &Path) -> Result<Vec<PathBuf>, VerifyError> {
+fn files(dir: &Path) -> Result<Vec<PathBuf>, VerifyError> {
     let at = |source| VerifyError::File {
-        path: folder.to_owned(),
+        path: dir.to_owned(),
         source,
     };
-    fs::read_dir(folder)
+    fs::read_dir(dir)
         .map_err(at)?
         .map(|entry| Ok(entry.map_err(at)?.path()))
         .collect()

@@ -136,7 +136,7 @@ impl CheckCounts {
 struct StepContext<'a> {
     options: &'a VerifyOptions,
     /// Directory of logs, and of builds that must be separate from the usual ones.
-    folder: &'a Path,
+    dir: &'a Path,
     log: PathBuf,
     count: CheckCounts,
     not_checked: Vec<String>,
@@ -147,7 +147,7 @@ impl StepContext<'_> {
     fn with_separate_counts(&self) -> Self {
         Self {
             options: self.options,
-            folder: self.folder,
+            dir: self.dir,
             log: self.log.clone(),
             count: CheckCounts::default(),
             not_checked: Vec::new(),
@@ -245,9 +245,9 @@ pub fn run(options: &VerifyOptions) -> Result<bool, VerifyError> {
         }
     }
     host::ensure(TOOLS)?;
-    let folder = crate::target_dir().join("verify");
-    fs::create_dir_all(&folder).map_err(|source| VerifyError::File {
-        path: folder.clone(),
+    let dir = crate::target_dir().join("verify");
+    fs::create_dir_all(&dir).map_err(|source| VerifyError::File {
+        path: dir.clone(),
         source,
     })?;
 
@@ -260,7 +260,7 @@ pub fn run(options: &VerifyOptions) -> Result<bool, VerifyError> {
     let steps = wanted.enumerate().filter(belongs);
     let steps: Vec<&VerifyStep> = steps.map(|(_, step)| step).collect();
     let processors = thread::available_parallelism().map_or(1, NonZero::get);
-    let outcomes = run_steps(&steps, options, &folder, processors);
+    let outcomes = run_steps(&steps, options, &dir, processors);
     Ok(summarize(&outcomes, started.elapsed()))
 }
 
@@ -284,7 +284,7 @@ impl<'a> StepPhases<'a> {
         let is_beside =
             |(_, step): &(usize, &VerifyStep)| processors > 1 && step.has_separate_build;
         let placed = steps.iter().copied().enumerate();
-        let (beside, mut first): (Placed<'_>, Placed<'_>) = placed.partition(is_beside);
+        let (parallel, mut first): (Placed<'_>, Placed<'_>) = placed.partition(is_beside);
         let quiet = first
             .iter()
             .position(|(_, step)| is_full && step.needs_quiet);
@@ -294,7 +294,7 @@ impl<'a> StepPhases<'a> {
         };
         let (machines, first) = first.into_iter().partition(is_machine);
         Self {
-            separate_builds: beside,
+            separate_builds: parallel,
             first,
             machines,
             last,
@@ -306,32 +306,32 @@ impl<'a> StepPhases<'a> {
 fn run_steps(
     steps: &[&VerifyStep],
     options: &VerifyOptions,
-    folder: &Path,
+    dir: &Path,
     processors: usize,
 ) -> Vec<StepOutcome> {
     let run = |steps: Placed<'_>| -> Vec<(usize, StepOutcome)> {
         let steps = steps.into_iter();
         steps
-            .map(|(place, step)| (place, run_step(step, options, folder)))
+            .map(|(place, step)| (place, run_step(step, options, dir)))
             .collect()
     };
     let StepPhases {
-        separate_builds: beside,
+        separate_builds: parallel,
         first,
         machines,
         last,
     } = StepPhases::from_steps(steps, options.full, processors);
     let mut outcomes = thread::scope(|scope| {
-        let beside = scope.spawn(|| {
+        let parallel = scope.spawn(|| {
             process::lower_priority();
-            run(beside)
+            run(parallel)
         });
         let mut outcomes = run(first);
         let machines = machines.into_iter();
         let machines: Vec<_> = machines
             .map(|machine| scope.spawn(move || run(vec![machine])))
             .collect();
-        for lane in machines.into_iter().chain([beside]) {
+        for lane in machines.into_iter().chain([parallel]) {
             outcomes.extend(lane.join().unwrap_or_else(|panic| resume_unwind(panic)));
         }
         outcomes
@@ -341,13 +341,13 @@ fn run_steps(
     outcomes.into_iter().map(|(_, outcome)| outcome).collect()
 }
 
-fn run_step(step: &VerifyStep, options: &VerifyOptions, folder: &Path) -> StepOutcome {
+fn run_step(step: &VerifyStep, options: &VerifyOptions, dir: &Path) -> StepOutcome {
     let started = Instant::now();
     let announced = Announced::start(format!("{}: {}", step.name, step.what));
     let mut context = StepContext {
         options,
-        folder,
-        log: folder.join(format!("{}.log", step.name)),
+        dir,
+        log: dir.join(format!("{}.log", step.name)),
         count: CheckCounts::default(),
         not_checked: Vec::new(),
     };
@@ -439,9 +439,9 @@ mod tests {
         let mut came = CAME.lock().expect("the meeting");
         *came += 1;
         MEETING.notify_all();
-        let patience = Duration::from_secs(180);
+        let timeout = Duration::from_secs(180);
         let (came, _) = MEETING
-            .wait_timeout_while(came, patience, |came| *came < 2)
+            .wait_timeout_while(came, timeout, |came| *came < 2)
             .expect("the meeting");
         match *came {
             2 => Ok(()),
@@ -494,12 +494,12 @@ mod tests {
         let steps: Vec<&VerifyStep> = steps.iter().collect();
         let lanes = |steps: &[&VerifyStep], is_full, processors| {
             let StepPhases {
-                separate_builds: beside,
+                separate_builds: parallel,
                 first,
                 machines,
                 last,
             } = StepPhases::from_steps(steps, is_full, processors);
-            [beside, first, machines, last].map(|lane| {
+            [parallel, first, machines, last].map(|lane| {
                 let names: Vec<_> = lane.iter().map(|(_, step)| step.name).collect();
                 names.join(" ")
             })
@@ -522,10 +522,10 @@ mod tests {
     #[test]
     fn steps_with_builds_of_their_own_run_beside_the_others() {
         let options = VerifyOptions::try_parse_from(["verify"]).expect("options");
-        let folder = tempfile::tempdir().expect("a folder");
+        let dir = tempfile::tempdir().expect("a folder");
         let ends = |steps: &[VerifyStep], processors| {
             let steps: Vec<&VerifyStep> = steps.iter().collect();
-            let outcomes = run_steps(&steps, &options, folder.path(), processors);
+            let outcomes = run_steps(&steps, &options, dir.path(), processors);
             let ends = outcomes
                 .into_iter()
                 .map(|outcome| (outcome.name, outcome.well));

@@ -148,7 +148,7 @@ pub(super) const ALL: &[VerifyStep] = &[
     },
     VerifyStep {
         name: "remote",
-        what: "functions whose host side is reached through the lease protocol",
+        what: "functions whose back end is reached through the lease protocol",
         when: StepCondition::Full,
         is_sharded: false,
         has_separate_build: false,
@@ -311,7 +311,7 @@ fn remote(context: &mut StepContext) -> Result<(), VerifyError> {
     let tests = ["--test", "function", "--test", "physical"];
     let arguments = ["test", "--release", "--workspace"];
     let mut command = context.cargo(&[&arguments[..], &tests, &["--no-fail-fast"]].concat());
-    command.env("NVME_MPT_HOST_SIDE", "remote");
+    command.env("NVME_MPT_BACKEND", "remote");
     command.env(TEST_THREADS, test_threads());
     context.run(&mut command, CountedChecks::Tests)
 }
@@ -450,16 +450,16 @@ fn package(context: &mut StepContext) -> Result<(), VerifyError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         removed => removed,
     };
-    let folder = removed
+    let dir = removed
         .and_then(|()| fs::create_dir_all(&parent))
         .and_then(|()| tempfile::tempdir_in(&parent));
-    let folder = folder.map_err(|source| VerifyError::File {
+    let dir = dir.map_err(|source| VerifyError::File {
         path: parent,
         source,
     })?;
     let mut command = context.cargo(&["package", "--workspace", "--allow-dirty"]);
     command.args(PRIVATE.map(|package| ["--exclude", package]).as_flattened());
-    command.arg("--target-dir").arg(folder.path());
+    command.arg("--target-dir").arg(dir.path());
     context.run(&mut command, CountedChecks::One)
 }
 
@@ -516,7 +516,7 @@ fn cluster(context: &mut StepContext) -> Result<(), VerifyError> {
     let how = ["-vet=off", "-count=1", "-v", "-timeout=3h"];
     let arguments = [&["test"][..], &how, &[UNOPTIMIZED, "."]].concat();
     let mut test = in_module(&go, CLUSTER_MODULE, &arguments);
-    test.env("NVME_MPT_CLUSTER_PROGRAMS", context.folder.join("cluster"));
+    test.env("NVME_MPT_CLUSTER_PROGRAMS", context.dir.join("cluster"));
     context.run(&mut test, CountedChecks::Tests)
 }
 

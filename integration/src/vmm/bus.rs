@@ -48,14 +48,14 @@ impl Bus {
     }
 
     /// Moves a device's BARs. If a BAR would overlap another range, it is not mapped.
-    pub(super) fn move_bars<D>(&self, device: &Arc<D>, moves: &[BarMove])
+    pub(super) fn move_bars<D>(&self, device: &Arc<D>, bar_moves: &[BarMove])
     where
         D: DeviceMmio + Send + Sync + 'static,
     {
-        for from in moves.iter().filter_map(|bar| bar.from) {
+        for from in bar_moves.iter().filter_map(|bar| bar.from) {
             self.remove_addresses(from);
         }
-        for BarMove { bar, size, to, .. } in moves {
+        for BarMove { bar, size, to, .. } in bar_moves {
             if let Some(to) = to
                 && let Err(error) = self.add_addresses((*to, *size), device.clone())
             {

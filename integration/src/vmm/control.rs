@@ -34,7 +34,7 @@ pub(super) trait MachineRequests: Send + Sync + 'static {
     fn count(&self) -> String;
 
     /// Writes the machine's state to a directory, and ends the machine.
-    fn snapshot(&self, folder: &Path) -> Result<(), MachineError>;
+    fn snapshot(&self, dir: &Path) -> Result<(), MachineError>;
 }
 
 /// Serves the socket at `path` as long as the machine exists.
@@ -81,9 +81,7 @@ fn execute_request<M: MachineRequests>(request: &str, machine: &M) -> String {
             .and_then(|options| machine.add(&options))
             .map(|id| format!("ok {id}")),
         Some(("remove", id)) => machine.remove(id).map(|()| "ok".to_owned()),
-        Some(("snapshot", folder)) => machine
-            .snapshot(Path::new(folder))
-            .map(|()| "ok".to_owned()),
+        Some(("snapshot", dir)) => machine.snapshot(Path::new(dir)).map(|()| "ok".to_owned()),
         None if request == "count" => Ok(format!("ok {}", machine.count())),
         _ => return "error Ask to add OPTIONS, remove ID, count, or snapshot DIR".to_owned(),
     };

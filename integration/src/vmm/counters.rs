@@ -41,8 +41,8 @@ impl KvmCounters {
         Self::read(&process_counter_dir(pid)?)
     }
 
-    fn read(folder: &Path) -> io::Result<Self> {
-        let counter = |name: &str| read(folder, name);
+    fn read(dir: &Path) -> io::Result<Self> {
+        let counter = |name: &str| read(dir, name);
         Ok(Self {
             mmio_exits: counter("mmio_exits")?,
             io_exits: counter("io_exits")?,
@@ -59,23 +59,23 @@ fn process_counter_dir(pid: u32) -> io::Result<PathBuf> {
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
         threads.push(thread?.file_name());
     }
-    for folder in fs::read_dir(KVM_DEBUG_DIR)? {
-        let folder = folder?;
-        let name = folder.file_name();
+    for dir in fs::read_dir(KVM_DEBUG_DIR)? {
+        let dir = dir?;
+        let name = dir.file_name();
         let name = name.to_string_lossy();
         if name
             .split_once('-')
             .is_some_and(|(maker, _)| threads.iter().any(|thread| thread == maker))
         {
-            return Ok(folder.path());
+            return Ok(dir.path());
         }
     }
     let none = format!("Process {pid} has no virtual machine in {KVM_DEBUG_DIR}");
     Err(io::Error::new(io::ErrorKind::NotFound, none))
 }
 
-fn read(folder: &Path, name: &str) -> io::Result<u64> {
-    let path = folder.join(name);
+fn read(dir: &Path, name: &str) -> io::Result<u64> {
+    let path = dir.join(name);
     let value = fs::read_to_string(&path)?;
     let no_number = || io::Error::other(format!("{} is not a number", path.display()));
     value.trim().parse().map_err(|_| no_number())
@@ -88,16 +88,16 @@ fn read(folder: &Path, name: &str) -> io::Result<u64> {
 /// the fault into the guest, which causes the next fault. With nested paging, KVM's counter counts only such faults. It
 /// stays 0 for a healthy machine, and grows by 19,000 per second for a machine in this state.
 pub fn has_host_registers(pid: u32) -> bool {
-    process_counter_dir(pid).is_ok_and(|folder| {
+    process_counter_dir(pid).is_ok_and(|dir| {
         let a_second = || thread::sleep(Duration::from_secs(1));
-        is_faulting_endlessly(&folder, a_second)
+        is_faulting_endlessly(&dir, a_second)
     })
 }
 
 /// Returns whether the fault counter grows during `pause`.
-fn is_faulting_endlessly(folder: &Path, pause: impl FnOnce()) -> bool {
+fn is_faulting_endlessly(dir: &Path, pause: impl FnOnce()) -> bool {
     const MANY: u64 = 1000;
-    let faults = || read(folder, "pf_guest");
+    let faults = || read(dir, "pf_guest");
     let Ok(before) = faults() else { return false };
     if before < MANY {
         return false;
@@ -124,7 +124,7 @@ impl fmt::Display for KvmCounters {
 /// Device with a register. When the guest writes to it, its vCPU waits while the device prints KVM's counters, and the
 /// number and duration of the VMM's doorbell mappings. A read returns the number of unmappings.
 pub(super) struct CounterPrinter {
-    folder: PathBuf,
+    dir: PathBuf,
     root: Arc<RootComplex>,
     started: Instant,
     report_count: u32,
@@ -135,7 +135,7 @@ impl CounterPrinter {
     pub(super) fn new(vm: &VmFd, root: Arc<RootComplex>) -> Self {
         let name = format!("{}-{}", std::process::id(), vm.as_raw_fd());
         Self {
-            folder: Path::new(KVM_DEBUG_DIR).join(name),
+            dir: Path::new(KVM_DEBUG_DIR).join(name),
             root,
             started: Instant::now(),
             report_count: 0,
@@ -146,10 +146,10 @@ impl CounterPrinter {
     fn doorbells(&self) -> DoorbellMappingStats {
         let mut sum = DoorbellMappingStats::default();
         for function in self.root.functions() {
-            let figures = function.doorbell_stats();
-            sum.mapped += figures.mapped;
-            sum.unmapped += figures.unmapped;
-            sum.total_time += figures.total_time;
+            let stats = function.doorbell_stats();
+            sum.mapped += stats.mapped;
+            sum.unmapped += stats.unmapped;
+            sum.total_time += stats.total_time;
         }
         sum
     }
@@ -168,13 +168,13 @@ impl MutDeviceMmio for CounterPrinter {
         let doorbells = self.doorbells();
         let (mappings, mapping_us) = (doorbells.mapped, doorbells.total_time.as_micros());
         self.report_count += 1;
-        let counters = match KvmCounters::read(&self.folder) {
+        let counters = match KvmCounters::read(&self.dir) {
             Ok(counters) => counters.to_string(),
-            Err(error) => format!("({}: {error})", self.folder.display()),
+            Err(error) => format!("({}: {error})", self.dir.display()),
         };
-        let told = self.report_count;
+        let number = self.report_count;
         println!(
-            "vmm: counters {told} {counters} mappings={mappings} mapping_us={mapping_us} us={us}"
+            "vmm: counters {number} {counters} mappings={mappings} mapping_us={mapping_us} us={us}"
         );
     }
 }
@@ -185,7 +185,7 @@ mod tests {
 
     #[test]
     fn counters_are_printed_as_they_are_read() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let dir = tempfile::tempdir().expect("a folder");
         let counters = KvmCounters {
             mmio_exits: 1,
             io_exits: 2,
@@ -194,14 +194,11 @@ mod tests {
         };
         for counter in counters.to_string().split(' ') {
             let (name, value) = counter.split_once('=').expect("name=value");
-            fs::write(folder.path().join(name), format!("{value}\n")).expect("a file");
+            fs::write(dir.path().join(name), format!("{value}\n")).expect("a file");
         }
-        assert_eq!(
-            KvmCounters::read(folder.path()).expect("counters"),
-            counters
-        );
-        fs::write(folder.path().join("exits"), "many").expect("a file");
-        let error = KvmCounters::read(folder.path()).expect_err("no number");
+        assert_eq!(KvmCounters::read(dir.path()).expect("counters"), counters);
+        fs::write(dir.path().join("exits"), "many").expect("a file");
+        let error = KvmCounters::read(dir.path()).expect_err("no number");
         assert!(
             error.to_string().ends_with("exits is not a number"),
             "{error}"
@@ -210,13 +207,13 @@ mod tests {
 
     #[test]
     fn endless_faults_are_distinguished_from_past_faults() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let dir = tempfile::tempdir().expect("a folder");
         let count = |faults: u64| {
-            let (new, path) = (folder.path().join("new"), folder.path().join("pf_guest"));
+            let (new, path) = (dir.path().join("new"), dir.path().join("pf_guest"));
             fs::write(&new, format!("{faults}\n")).expect("written");
             fs::rename(new, path).expect("renamed");
         };
-        assert!(!is_faulting_endlessly(folder.path(), || {}), "not counted");
+        assert!(!is_faulting_endlessly(dir.path(), || {}), "not counted");
         for (before, after, expected) in [
             (0, 1_000_000, false),
             (1_000_000, 1_000_000, false),
@@ -224,7 +221,7 @@ mod tests {
             (1_000_000, 1_001_000, true),
         ] {
             count(before);
-            let found = is_faulting_endlessly(folder.path(), || count(after));
+            let found = is_faulting_endlessly(dir.path(), || count(after));
             assert_eq!(found, expected, "{before}, {after}");
         }
         assert!(!has_host_registers(std::process::id()));

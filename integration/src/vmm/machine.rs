@@ -139,7 +139,7 @@ impl Machine {
             functions,
         });
         let vcpus = match (saved, &config.restore) {
-            (Some(saved), Some(folder)) => shared.restore(&saved, folder, config)?,
+            (Some(saved), Some(dir)) => shared.restore(&saved, dir, config)?,
             _ => shared.boot(config)?,
         };
         let vcpus = RunningVcpus::start(vcpus, &shared.functions.vmm, &bus, &sender);
@@ -202,7 +202,7 @@ impl MachineRequests for SharedMachine {
         )
     }
 
-    fn snapshot(&self, folder: &Path) -> Result<(), MachineError> {
+    fn snapshot(&self, dir: &Path) -> Result<(), MachineError> {
         let stopped = {
             let mut vcpus = lock(&self.vcpus);
             let Some(mut vcpus) = vcpus.take() else {
@@ -210,7 +210,7 @@ impl MachineRequests for SharedMachine {
             };
             vcpus.stop()
         };
-        let written = self.write(&stopped, folder);
+        let written = self.write(&stopped, dir);
         // Even after a failed snapshot, the vCPUs cannot continue.
         let ended = match &written {
             Ok(()) => MachineEnd::Suspended,
@@ -223,7 +223,7 @@ impl MachineRequests for SharedMachine {
 }
 
 impl SharedMachine {
-    fn write(&self, vcpus: &[VcpuFd], folder: &Path) -> Result<(), MachineError> {
+    fn write(&self, vcpus: &[VcpuFd], dir: &Path) -> Result<(), MachineError> {
         let mut functions = Vec::new();
         // Functions are paused before other state is saved, since their interrupts change it.
         for (slot, function) in self.functions.root.occupied() {
@@ -234,23 +234,23 @@ impl SharedMachine {
                 function: function.save()?,
             });
         }
-        let look = || MachineError::kvm("look at the machine");
-        let known = self.kvm.get_msr_index_list().map_err(look())?;
+        let error = || MachineError::kvm("look at the machine");
+        let known = self.kvm.get_msr_index_list().map_err(error())?;
         let vcpus = vcpus.iter().map(|vcpu| VcpuState::of(vcpu, &known));
         let ports = self.serial_ports.iter();
         let memory = &self.functions.memory;
         let state = MachineState {
             version: snapshot::VERSION,
             memory_mib: memory.len() >> 20,
-            vcpus: vcpus.collect::<Result<_, _>>().map_err(look())?,
-            interrupts: InterruptState::of(&self.vm).map_err(look())?,
+            vcpus: vcpus.collect::<Result<_, _>>().map_err(error())?,
+            interrupts: InterruptState::of(&self.vm).map_err(error())?,
             serial_ports: ports.map(|port| lock(port).save()).collect(),
             functions,
         };
         let file = memory
             .file()
             .map_err(MachineError::kvm("look at the guest's memory"))?;
-        state.write_to(folder, &file)
+        state.write_to(dir, &file)
     }
 
     /// Loads a kernel. Returns vCPUs that will start it.
@@ -281,12 +281,12 @@ impl SharedMachine {
     fn restore(
         &self,
         saved: &MachineState,
-        folder: &Path,
+        dir: &Path,
         config: &MachineConfig,
     ) -> Result<Vec<VcpuFd>, MachineError> {
-        let look = MachineError::kvm("look at the guest's memory");
-        let memory = self.functions.memory.file().map_err(look)?;
-        snapshot::read_memory(folder, &memory)?;
+        let error = MachineError::kvm("look at the guest's memory");
+        let memory = self.functions.memory.file().map_err(error)?;
+        snapshot::read_memory(dir, &memory)?;
         // The cast loses nothing: there are at most four vCPUs.
         let vcpus = self.vcpus(saved.vcpus.len() as u8)?;
         let set_up = || MachineError::kvm("restore the vCPUs and their interrupts");

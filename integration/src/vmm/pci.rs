@@ -142,9 +142,9 @@ impl DeviceMmio for RootComplex {
 
     fn mmio_write(&self, _: MmioAddress, offset: MmioAddressOffset, data: &[u8]) {
         if let Some(SlotOccupant::Function(function)) = self.occupant_at(offset) {
-            let moves: Vec<BarMove> = function.write_config(offset & REGISTER_MASK, data);
+            let bar_moves: Vec<BarMove> = function.write_config(offset & REGISTER_MASK, data);
             if let Some(bus) = self.bus.upgrade() {
-                bus.move_bars(&function, &moves);
+                bus.move_bars(&function, &bar_moves);
             }
         }
     }

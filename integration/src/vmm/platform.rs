@@ -68,16 +68,13 @@ impl SerialPort {
         writer: Box<dyn Write + Send>,
         state: Option<SerialPortState>,
     ) -> Option<Self> {
-        let room = Arc::new(Condvar::new());
-        let (line, events) = (InterruptLine(line), SpaceWaker(room.clone()));
+        let space = Arc::new(Condvar::new());
+        let (line, events) = (InterruptLine(line), SpaceWaker(space.clone()));
         let serial = match state {
             Some(state) => Serial::from_state(&state.into(), line, events, writer).ok()?,
             None => Serial::with_events(line, events, writer),
         };
-        Some(Self {
-            serial,
-            space: room,
-        })
+        Some(Self { serial, space })
     }
 
     /// Returns the port's state.
@@ -106,8 +103,8 @@ impl SerialPort {
             };
             let mut port = port.lock().unwrap_or_else(PoisonError::into_inner);
             while !piece.is_empty() {
-                let room = port.space.clone();
-                port = room
+                let space = port.space.clone();
+                port = space
                     .wait_while(port, |port| port.serial.fifo_capacity() == 0)
                     .unwrap_or_else(PoisonError::into_inner);
                 match port.serial.enqueue_raw_bytes(piece) {

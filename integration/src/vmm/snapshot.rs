@@ -84,16 +84,16 @@ pub(super) struct SerialPortState {
 
 impl MachineState {
     /// Writes the state and memory to a new directory.
-    pub(super) fn write_to(&self, folder: &Path, memory: &File) -> Result<(), MachineError> {
-        fs::create_dir_all(folder).map_err(MachineError::file(folder))?;
-        let path = folder.join(MEMORY);
+    pub(super) fn write_to(&self, dir: &Path, memory: &File) -> Result<(), MachineError> {
+        fs::create_dir_all(dir).map_err(MachineError::file(dir))?;
+        let path = dir.join(MEMORY);
         let copied = File::create(&path).and_then(|mut copy| {
             let mut memory = memory.try_clone()?;
             copy.set_len(memory.metadata()?.len())?;
             copy_pieces(&mut memory, &mut copy)
         });
         copied.map_err(MachineError::file(&path))?;
-        let path = folder.join(STATE);
+        let path = dir.join(STATE);
         let state = serde_json::to_vec(self).map_err(io::Error::from);
         // The state is written last: if its file exists, all files are complete.
         state
@@ -102,8 +102,8 @@ impl MachineState {
     }
 
     /// Reads the state from a directory, without memory.
-    pub(super) fn read_from(folder: &Path) -> Result<Self, MachineError> {
-        let path = folder.join(STATE);
+    pub(super) fn read_from(dir: &Path) -> Result<Self, MachineError> {
+        let path = dir.join(STATE);
         let state = fs::read(&path).and_then(|state| Ok(serde_json::from_slice::<Self>(&state)?));
         let state = state.map_err(MachineError::file(&path))?;
         if state.version == VERSION {
@@ -117,8 +117,8 @@ impl MachineState {
 }
 
 /// Reads the content of memory from a directory.
-pub(super) fn read_memory(folder: &Path, memory: &File) -> Result<(), MachineError> {
-    let path = folder.join(MEMORY);
+pub(super) fn read_memory(dir: &Path, memory: &File) -> Result<(), MachineError> {
+    let path = dir.join(MEMORY);
     let copied = File::open(&path).and_then(|mut copy| {
         let mut memory = memory.try_clone()?;
         let (found, wanted) = (copy.metadata()?.len(), memory.metadata()?.len());

@@ -33,7 +33,7 @@ const USER_DEVICE: &str = "--user-device";
 #[derive(Debug)]
 pub struct CloudHypervisor {
     guest: GuestAgent,
-    folder: PathBuf,
+    dir: PathBuf,
     state_dir: PathBuf,
     pluggable: FunctionArgument,
     /// Server of the functions; `None` if the functions are in the VMM's process.
@@ -74,15 +74,15 @@ pub fn assignment() -> String {
     )
 }
 
-/// Starts the user's Cloud Hypervisor with `arguments`. Its API socket and its log are in `folder`.
+/// Starts the user's Cloud Hypervisor with `arguments`. Its API socket and its log are in `dir`.
 ///
 /// # Errors
 /// The variable is not set, or the program cannot be started.
 pub fn spawn<S: AsRef<OsStr>>(
-    folder: &Path,
+    dir: &Path,
     arguments: impl IntoIterator<Item = S>,
 ) -> Result<SupervisedChild, VmmsError> {
-    let socket = api(folder);
+    let socket = api(dir);
     // The socket of an earlier guest may still exist.
     let _ = std::fs::remove_file(&socket);
     let mut command = Command::new(configured_path().ok_or(VmmsError::NotNamed)?);
@@ -92,17 +92,17 @@ pub fn spawn<S: AsRef<OsStr>>(
     Ok(SupervisedChild::spawn(
         NAME,
         &command,
-        &folder.join("vmm.log"),
+        &dir.join("vmm.log"),
     )?)
 }
 
-/// Sends an API request to the Cloud Hypervisor whose files are in `folder` (Cloud Hypervisor, docs/api.md). The body may
+/// Sends an API request to the Cloud Hypervisor whose files are in `dir` (Cloud Hypervisor, docs/api.md). The body may
 /// be `null`.
 ///
 /// # Errors
 /// The VMM does not answer, or refuses.
-pub fn request(folder: &Path, asked: &str, body: &Value) -> Result<(), VmmsError> {
-    let path = api(folder);
+pub fn request(dir: &Path, request_path: &str, body: &Value) -> Result<(), VmmsError> {
+    let path = api(dir);
     let file = || VmmsError::file(&path);
     let mut stream = UnixStream::connect(&path).map_err(file())?;
     stream.set_read_timeout(Some(TIMEOUT)).map_err(file())?;
@@ -112,7 +112,7 @@ pub fn request(folder: &Path, asked: &str, body: &Value) -> Result<(), VmmsError
     };
     write!(
         stream,
-        "PUT /api/v1/{asked} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
+        "PUT /api/v1/{request_path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
          Content-Length: {}\r\n\r\n{body}",
         body.len()
     )
@@ -122,13 +122,13 @@ pub fn request(folder: &Path, asked: &str, body: &Value) -> Result<(), VmmsError
         return Ok(());
     }
     Err(VmmsError::Refused {
-        asked: format!("{asked} {body}"),
+        request: format!("{request_path} {body}"),
         answer: format!("{}\n{}", answer.status, answer.body),
     })
 }
 
-fn api(folder: &Path) -> PathBuf {
-    folder.join("api")
+fn api(dir: &Path) -> PathBuf {
+    dir.join("api")
 }
 
 /// HTTP response (RFC 9112).
@@ -219,7 +219,7 @@ impl CloudHypervisor {
     pub fn launch_with(setup: &VmmSetup<'_>, arguments: &[&str]) -> Result<Self, VmmsError> {
         let VmmSetup {
             first,
-            folder,
+            dir: folder,
             state_dir,
             ..
         } = setup;
@@ -239,7 +239,7 @@ impl CloudHypervisor {
     /// The VMM refuses.
     pub fn set_balloon(&self, bytes: u64) -> Result<(), VmmsError> {
         let size = json!({"desired_balloon": bytes});
-        request(&self.folder, "vm.resize", &size)
+        request(&self.dir, "vm.resize", &size)
     }
 
     fn boot(
@@ -248,7 +248,7 @@ impl CloudHypervisor {
         server: Option<Server>,
         more: &[&str],
     ) -> Result<Self, VmmsError> {
-        let (agent, console) = (setup.folder.join("agent"), setup.folder.join("console"));
+        let (agent, console) = (setup.dir.join("agent"), setup.dir.join("console"));
         // The socket of an earlier guest may still exist.
         let _ = std::fs::remove_file(&agent);
         let kernel = &setup.assets.kernel;
@@ -270,14 +270,14 @@ impl CloudHypervisor {
         ];
         let arguments = arguments.into_iter().chain(initramfs).flatten();
         let arguments = arguments.chain(more.iter().map(|&argument| argument.to_owned()));
-        let mut vmm = spawn(setup.folder, arguments)?;
+        let mut vmm = spawn(setup.dir, arguments)?;
         let stream = connect(&agent, || Ok(vmm.try_wait()?.is_some()))?;
         // The serial port raises a single interrupt for all bytes that arrive together, so the agent needs reminders.
         let guest = GuestAgent::new("guest", &kernel.name, &console, vmm, stream)?.remind();
         guest.await_ready(BOOT_TIMEOUT)?;
         Ok(Self {
             guest,
-            folder: setup.folder.to_owned(),
+            dir: setup.dir.to_owned(),
             state_dir: setup.state_dir.to_owned(),
             pluggable: setup.pluggable.clone(),
             server,
@@ -299,12 +299,12 @@ impl VmmUnderTest for CloudHypervisor {
         match &self.server {
             Some(server) => {
                 let device = json!({"id": id, "socket": server.socket(id)});
-                request(&self.folder, "vm.add-user-device", &device)
+                request(&self.dir, "vm.add-user-device", &device)
             }
             None => {
                 let mut function = Value::from_iter(self.pluggable.pairs());
                 function["state_dir"] = json!(self.state_dir);
-                request(&self.folder, "vm.add-nvme-mpt", &function)
+                request(&self.dir, "vm.add-nvme-mpt", &function)
             }
         }
     }
@@ -312,7 +312,7 @@ impl VmmUnderTest for CloudHypervisor {
     fn unplug(&mut self, _: &str) -> Result<RequestOutcome, VmmsError> {
         // The guest gets the request, and releases the function.
         let device = json!({"id": self.pluggable.id});
-        request(&self.folder, "vm.remove-device", &device)?;
+        request(&self.dir, "vm.remove-device", &device)?;
         Ok(RequestOutcome::Done)
     }
 
@@ -327,7 +327,7 @@ impl VmmUnderTest for CloudHypervisor {
                     reason: AgentChannelError::Closed { .. },
                     ..
                 }) if Instant::now() < deadline && !self.guest.has_ended()? => {
-                    let (guest, path) = (&mut self.guest, self.folder.join("agent"));
+                    let (guest, path) = (&mut self.guest, self.dir.join("agent"));
                     let stream = connect(&path, || Ok(guest.has_ended()?))?;
                     self.guest.reconnect(stream)?;
                 }

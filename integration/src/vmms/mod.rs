@@ -71,18 +71,18 @@ pub enum VmmsError {
         path: PathBuf,
     },
     /// The VMM refuses a request.
-    #[error("The VMM refused `{asked}`: {answer}")]
+    #[error("The VMM refused `{request}`: {answer}")]
     Refused {
         /// Request.
-        asked: String,
+        request: String,
         /// Answer.
         answer: String,
     },
     /// The VMM closed the connection without an answer.
-    #[error("The VMM did not answer `{asked}`")]
+    #[error("The VMM did not answer `{request}`")]
     NoAnswer {
         /// Request.
-        asked: String,
+        request: String,
     },
     /// The VMM ended unexpectedly.
     #[error("It ended with {status}:\n{log}")]
@@ -133,7 +133,7 @@ pub struct VmmSetup<'a> {
     /// Function that can be plugged at run time.
     pub pluggable: FunctionArgument,
     /// Directory of logs and sockets.
-    pub folder: &'a Path,
+    pub dir: &'a Path,
     /// Directory of the lease ledger. If a server has the VMM's drives, it uses this ledger, too.
     pub state_dir: &'a Path,
 }

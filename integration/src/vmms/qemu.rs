@@ -18,7 +18,7 @@ pub struct QemuVmm {
 
 impl VmmUnderTest for QemuVmm {
     fn launch(setup: &VmmSetup<'_>) -> Result<Self, VmmsError> {
-        let server = Server::start_supervised(&server::build()?, &setup.functions(), setup.folder)?;
+        let server = Server::start_supervised(&server::build()?, &setup.functions(), setup.dir)?;
         let config = GuestConfig::new("guest")
             .vcpus(setup.vcpus)
             .memory_mib(MEMORY_MIB)
@@ -33,7 +33,7 @@ impl VmmUnderTest for QemuVmm {
             RootLocation::Memory => config,
         };
         Ok(Self {
-            guest: Guest::boot(setup.assets, &config, setup.folder)?,
+            guest: Guest::boot(setup.assets, &config, setup.dir)?,
             server,
             pluggable: setup.pluggable.id.clone(),
         })

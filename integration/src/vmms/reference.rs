@@ -39,17 +39,17 @@ struct ReferenceParameters {
     root_arguments: &'static str,
     initramfs: Option<PathBuf>,
     first: String,
-    folder: PathBuf,
+    dir: PathBuf,
     state_dir: PathBuf,
 }
 
-/// Starts the reference VMM with `arguments`. Its control socket is in `folder`, and its leases are in `state_dir`. The
+/// Starts the reference VMM with `arguments`. Its control socket is in `dir`, and its leases are in `state_dir`. The
 /// guest's console is written to `log`.
 ///
 /// # Errors
 /// The VMM cannot be started.
 pub fn spawn<S: AsRef<OsStr>>(
-    folder: &Path,
+    dir: &Path,
     state_dir: &Path,
     log: &Path,
     arguments: impl IntoIterator<Item = S>,
@@ -57,19 +57,19 @@ pub fn spawn<S: AsRef<OsStr>>(
     let mut command = Command::new(inside::copied_path(NAME));
     command
         .arg("--control")
-        .arg(control(folder))
+        .arg(control(dir))
         .arg("--state-dir")
         .arg(state_dir)
         .args(arguments);
     SupervisedChild::spawn(NAME, &command, log)
 }
 
-/// Sends a control request to the reference VMM whose files are in `folder`, and returns the answer.
+/// Sends a control request to the reference VMM whose files are in `dir`, and returns the answer.
 ///
 /// # Errors
 /// The VMM does not answer, or refuses.
-pub fn request(folder: &Path, request: &str) -> Result<String, VmmsError> {
-    let path = control(folder);
+pub fn request(dir: &Path, request: &str) -> Result<String, VmmsError> {
+    let path = control(dir);
     let file = || VmmsError::file(&path);
     let mut stream = UnixStream::connect(&path).map_err(file())?;
     stream.set_read_timeout(Some(TIMEOUT)).map_err(file())?;
@@ -78,24 +78,26 @@ pub fn request(folder: &Path, request: &str) -> Result<String, VmmsError> {
     BufReader::new(stream)
         .read_line(&mut answer)
         .map_err(file())?;
-    let asked = request.to_owned();
+    let request_text = request.to_owned();
     match answer.trim_end().strip_prefix("ok") {
         Some(rest) => Ok(rest.trim().to_owned()),
-        None if answer.is_empty() => Err(VmmsError::NoAnswer { asked }),
+        None if answer.is_empty() => Err(VmmsError::NoAnswer {
+            request: request_text,
+        }),
         None => Err(VmmsError::Refused {
-            asked,
+            request: request_text,
             answer: answer.trim_end().to_owned(),
         }),
     }
 }
 
-fn control(folder: &Path) -> PathBuf {
-    folder.join("control")
+fn control(dir: &Path) -> PathBuf {
+    dir.join("control")
 }
 
 impl ReferenceParameters {
     fn start(&self) -> Result<GuestAgent, VmmsError> {
-        let (agent, console) = (self.folder.join("agent"), self.folder.join("console"));
+        let (agent, console) = (self.dir.join("agent"), self.dir.join("console"));
         let listener = guest::listen(&agent)?;
         let command_line = format!(
             "console=ttyS0 loglevel=5 panic=-1 {RESET_BY_ACPI} {}",
@@ -116,7 +118,7 @@ impl ReferenceParameters {
             .into_iter()
             .chain(initramfs)
             .flat_map(|(name, value)| [name.as_ref(), value]);
-        let mut vmm = spawn(&self.folder, &self.state_dir, &console, arguments)?;
+        let mut vmm = spawn(&self.dir, &self.state_dir, &console, arguments)?;
         let stream = guest::accept(&listener, &mut vmm, NAME)?;
         let guest = GuestAgent::new("guest", &self.kernel.0, &console, vmm, stream)?;
         guest.await_ready(BOOT_TIMEOUT)?;
@@ -130,7 +132,7 @@ impl ReferenceVmm {
     /// # Errors
     /// The VMM refuses or does not answer. If the VMM has ended, the error contains its exit status.
     fn request(&mut self, request: &str) -> Result<String, VmmsError> {
-        let answer = self::request(&self.machine.folder, request);
+        let answer = self::request(&self.machine.dir, request);
         match answer {
             Ok(_) | Err(VmmsError::Refused { .. }) => answer,
             Err(error) => Err(match self.guest.await_end(END_TIMEOUT) {
@@ -150,7 +152,7 @@ impl VmmUnderTest for ReferenceVmm {
             root_arguments: setup.root_arguments(),
             initramfs: setup.initramfs().map(Path::to_owned),
             first: setup.first.in_process(),
-            folder: setup.folder.to_owned(),
+            dir: setup.dir.to_owned(),
             state_dir: setup.state_dir.to_owned(),
         };
         Ok(Self {

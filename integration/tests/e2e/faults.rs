@@ -64,7 +64,7 @@ impl Scene {
     }
 
     /// Injects a fault. The guest must report it, and recover under a verified load.
-    fn expect_recovery(&self, fault: &str, said: &str) -> Result<(), Failure> {
+    fn expect_recovery(&self, fault: &str, message: &str) -> Result<(), Failure> {
         self.faulty.check("dmesg -c > /dev/null", TIMEOUT)?;
         let load = GuestFioJob::new("load", "randwrite", "4k", 16)
             .option("size", "32m")
@@ -90,8 +90,8 @@ impl Scene {
             begun.elapsed()
         ));
         let kernel = self.faulty.check("dmesg", TIMEOUT)?;
-        expect(kernel.contains(said), || {
-            format!("After {fault}, the guest's kernel does not say \"{said}\":\n{kernel}")
+        expect(kernel.contains(message), || {
+            format!("After {fault}, the guest's kernel does not say \"{message}\":\n{kernel}")
         })?;
         let state = self
             .faulty

@@ -35,7 +35,7 @@ pub(crate) struct BenchDir {
     drives: PathBuf,
     /// Lock on the drives' directory.
     _lock: File,
-    folder: Option<tempfile::TempDir>,
+    dir: Option<tempfile::TempDir>,
     has_failed: AtomicBool,
 }
 
@@ -43,7 +43,7 @@ impl BenchDir {
     /// Creates a place for the check or group of checks called `name`.
     pub(crate) fn new(name: &str) -> Result<Self, Failure> {
         let (program, assets) = PROVIDED.as_ref().map_err(String::as_str)?;
-        let folder = tempfile::Builder::new()
+        let dir = tempfile::Builder::new()
             .prefix("nvme-mpt-e2e-")
             .tempdir()
             .map_err(with_path(std::env::temp_dir()))?;
@@ -61,14 +61,14 @@ impl BenchDir {
         })?;
         Ok(Self {
             bench: CheckEnvironment::new(
-                folder.path().to_owned(),
+                dir.path().to_owned(),
                 drives.clone(),
                 program.clone(),
                 assets.clone(),
             ),
             drives,
             _lock: lock,
-            folder: Some(folder),
+            dir: Some(dir),
             has_failed: AtomicBool::new(false),
         })
     }
@@ -85,10 +85,10 @@ impl Drop for BenchDir {
         // The next run removes drives that are left.
         let _ = fs::remove_dir_all(&self.drives);
         let failed = self.has_failed.load(Ordering::Relaxed) || std::thread::panicking();
-        if let Some(folder) = self.folder.take_if(|_| failed) {
+        if let Some(dir) = self.dir.take_if(|_| failed) {
             print_line(&format!(
                 "        logs and consoles: {}",
-                folder.keep().display()
+                dir.keep().display()
             ));
         }
     }
@@ -209,13 +209,13 @@ fn lock(server: &Mutex<Server>) -> MutexGuard<'_, Server> {
 
 /// Checks that the guest's kernel has logged no timeouts, aborts or errors of its drive.
 pub(crate) fn expect_no_complaints(guest: &Guest) -> Result<(), Failure> {
-    let said = guest.check(
+    let output = guest.check(
         "dmesg | grep -iE '(nvme|blk_|I/O error|EXT4-fs).*(timeout,|timed out|abort|error|fail|invalid|resetting)' \
          || true",
         TIMEOUT,
     )?;
-    expect(said.trim().is_empty(), || {
-        format!("The guest's kernel complains:\n{said}")
+    expect(output.trim().is_empty(), || {
+        format!("The guest's kernel complains:\n{output}")
     })
 }
 
@@ -263,8 +263,8 @@ pub(crate) fn await_that(
 }
 
 /// Waits in the guest until a path exists, or does not exist.
-pub(crate) fn await_path(guest: &Guest, path: &str, there: bool) -> Result<(), Failure> {
-    let test = if there { "-e" } else { "! -e" };
+pub(crate) fn await_path(guest: &Guest, path: &str, exists: bool) -> Result<(), Failure> {
+    let test = if exists { "-e" } else { "! -e" };
     guest.check(
         &format!(
             "for i in $(seq 1800); do [ {test} {path} ] && exit 0; sleep 0.1; done; \

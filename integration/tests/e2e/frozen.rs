@@ -112,7 +112,7 @@ impl Scene {
             Err(failure) => Err(failure.into()),
         };
         let kernel = self.guest.check("dmesg", TIMEOUT)?;
-        let count = |said: &str| kernel.lines().filter(|line| line.contains(said)).count();
+        let count = |message: &str| kernel.lines().filter(|line| line.contains(message)).count();
         let aborts = count("timeout, aborting");
         let resets = count("timeout, reset controller") + count("timeout, disable controller");
         let errors = count("I/O error, dev nvme");
@@ -169,7 +169,7 @@ fn stand_still(bench: &CheckEnvironment, seconds: u64) -> Result<(), Failure> {
     mounts::run("mkfs.ext4", &[Path::new("-q"), &disk.path])?;
     let store = Mounted::at(&disk.path, bench.dir().join("store"))?;
     let function = |timeout: &&str| {
-        let path = image(&store.folder, DriveOwner::Ours, timeout)?;
+        let path = image(&store.dir, DriveOwner::Ours, timeout)?;
         let path = path.display().to_string();
         let range = format!("0+{IMAGE_MIB}M");
         Ok(FunctionArgument::new(&id(timeout), path, range))
@@ -179,12 +179,7 @@ fn stand_still(bench: &CheckEnvironment, seconds: u64) -> Result<(), Failure> {
     let mut scenes = Vec::new();
     for timeout in TIMEOUTS {
         for whose in [DriveOwner::Ours, DriveOwner::Qemus] {
-            scenes.push(Scene::start(
-                bench,
-                &server,
-                &store.folder,
-                (whose, timeout),
-            )?);
+            scenes.push(Scene::start(bench, &server, &store.dir, (whose, timeout))?);
         }
     }
     let mut loads = Vec::new();

@@ -90,8 +90,8 @@ fn grow(bench: &CheckEnvironment) -> Result<(), Failure> {
             .option("verify_backlog", "1024")
             .option("verify_fatal", "1")
     };
-    let beside = load("beside").runtime(ENDLESS);
-    let job = guest.start(&beside.script())?;
+    let load_job = load("beside").runtime(ENDLESS);
+    let job = guest.start(&load_job.script())?;
     let refused = server.resize("a", "200G").is_err();
     expect(refused, || "A lease is larger than its drive".to_owned())?;
     server.resize("a", "2G")?;
@@ -111,8 +111,8 @@ fn grow(bench: &CheckEnvironment) -> Result<(), Failure> {
                 dd if=/dev/nvme0n1 bs=1M skip=102396 iflag=direct | cmp - /tmp/last";
     guest.check(last, TIMEOUT)?;
     end_load(&guest)?;
-    let output = guest.finish(job, beside.timeout())?;
-    beside.report(&output.text)?;
+    let output = guest.finish(job, load_job.timeout())?;
+    load_job.report(&output.text)?;
     expect_no_complaints(&guest)?;
     server.expect_alive()?;
     Ok(())

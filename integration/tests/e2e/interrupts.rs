@@ -51,8 +51,8 @@ fn pin_boots_loads_and_plugs(bench: &CheckEnvironment) -> Result<(), Failure> {
         .run(&guest)?;
     verified_load("again", 2).run(&guest)?;
     // The kernel disables a line that stays high.
-    let said = guest.check("dmesg | grep -i 'nobody cared' || true", TIMEOUT)?;
-    expect(said.trim().is_empty(), || said.clone())?;
+    let output = guest.check("dmesg | grep -i 'nobody cared' || true", TIMEOUT)?;
+    expect(output.trim().is_empty(), || output.clone())?;
     expect_no_complaints(&guest)?;
     server.expect_alive()?;
     Ok(())

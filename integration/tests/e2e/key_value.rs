@@ -116,11 +116,11 @@ fn store(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(), Failur
 /// Fails unless the value of a key equals a file in the guest.
 fn expect_value(guest: &Guest, key: &[u8], file: &str, len: usize) -> Result<(), Failure> {
     let command = Command::new(opcode::RETRIEVE, key);
-    let said = command
+    let output = command
         .data(len, "--read --raw-binary > /tmp/found")
         .run(guest, status::SUCCESS)?;
-    expect(said.contains(&format!("{len:08x}")), || {
-        format!("The size of the value, {len:#x}, is not the result: {said}")
+    expect(output.contains(&format!("{len:08x}")), || {
+        format!("The size of the value, {len:#x}, is not the result: {output}")
     })?;
     guest.check(&format!("cmp {file} /tmp/found"), TIMEOUT)?;
     Ok(())
@@ -213,10 +213,10 @@ fn batch(guest: &Guest) -> Result<(), Failure> {
         operations.len(),
         len = data.len(),
     );
-    let said = guest.expect_nvme(&line, status::SUCCESS)?;
+    let output = guest.expect_nvme(&line, status::SUCCESS)?;
     // Four bits for each operation: success, success, KV Key Does Not Exist.
-    expect(said.contains("00000100"), || {
-        format!("The operations have other results: {said}")
+    expect(output.contains("00000100"), || {
+        format!("The operations have other results: {output}")
     })?;
     expect_value(guest, b"b", "/tmp/value", VALUE.len())
 }

@@ -26,7 +26,7 @@ pub(crate) const GROUP: Group = Group::Alone {
     ],
 };
 
-fn marked(name: &str, pattern: &str) -> GuestFioJob {
+fn pattern_job(name: &str, pattern: &str) -> GuestFioJob {
     GuestFioJob::new(name, pattern, "64k", 8)
         .option("size", "16m")
         .option("offset", "128m")
@@ -41,7 +41,7 @@ fn config(server: &Server) -> GuestConfig {
 fn guest_reboots(bench: &CheckEnvironment) -> Result<(), Failure> {
     let mut server = bench.serve(&[function(bench)?])?;
     let mut guest = bench.boot(&config(&server).reboots())?;
-    marked("mark", "write")
+    pattern_job("mark", "write")
         .option("do_verify", "0")
         .run(&guest)?;
     for round in 0..4 {
@@ -54,7 +54,7 @@ fn guest_reboots(bench: &CheckEnvironment) -> Result<(), Failure> {
             guest.reset()?;
         }
         guest.await_ready(BOOT_TIMEOUT)?;
-        marked("marks", "read").run(&guest)?;
+        pattern_job("marks", "read").run(&guest)?;
         verified_load("verify", 1).run(&guest)?;
         expect_no_complaints(&guest)?;
     }
@@ -65,7 +65,7 @@ fn guest_reboots(bench: &CheckEnvironment) -> Result<(), Failure> {
 fn client_dies_and_comes_back(bench: &CheckEnvironment) -> Result<(), Failure> {
     let mut server = bench.serve(&[function(bench)?])?;
     let mut guest = bench.boot(&config(&server))?;
-    marked("mark", "write")
+    pattern_job("mark", "write")
         .option("do_verify", "0")
         .option("end_fsync", "1")
         .run(&guest)?;
@@ -76,7 +76,7 @@ fn client_dies_and_comes_back(bench: &CheckEnvironment) -> Result<(), Failure> {
         guest.kill();
         server.expect_alive()?;
         guest = bench.boot(&config(&server))?;
-        marked("marks", "read").run(&guest)?;
+        pattern_job("marks", "read").run(&guest)?;
         verified_load("verify", 1).run(&guest)?;
         expect_no_complaints(&guest)?;
     }
@@ -143,8 +143,8 @@ fn guest_is_paused_under_load(bench: &CheckEnvironment) -> Result<(), Failure> {
     let output = guest.finish(job, load.timeout())?;
     load.report(&output.text)?;
     server.expect_alive()?;
-    let said = guest.check("cat /sys/class/nvme/nvme0/state", TIMEOUT)?;
-    expect(said.trim() == "live", || {
-        format!("The controller is {said}")
+    let text = guest.check("cat /sys/class/nvme/nvme0/state", TIMEOUT)?;
+    expect(text.trim() == "live", || {
+        format!("The controller is {text}")
     })
 }

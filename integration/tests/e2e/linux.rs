@@ -60,7 +60,7 @@ fn verifies_on_each_queue(
     vcpus: u32,
 ) -> Result<(), Failure> {
     let booted = BootedFunction::boot(bench, assets, function, vcpus)?;
-    let said = booted.guest.check(
+    let output = booted.guest.check(
         "uname -r; ls /sys/block/nvme0n1/mq | wc -l; cat /sys/class/nvme/nvme0/queue_count \
          /sys/block/nvme0n1/size",
         TIMEOUT,
@@ -72,7 +72,7 @@ fn verifies_on_each_queue(
         vcpus + 1,
         (DRIVE_MIB << 20) / 512
     );
-    let found = said.split_whitespace().collect::<Vec<_>>().join(" ");
+    let found = output.split_whitespace().collect::<Vec<_>>().join(" ");
     expect(found == expected, || {
         format!(
             "Kernel, hardware queues, queues with the admin queue, sectors: {found}, not {expected}"

@@ -37,42 +37,42 @@ impl Drop for LoopDevice {
 
 /// A mounted file system, which is unmounted on drop.
 pub(crate) struct Mounted {
-    pub(crate) folder: PathBuf,
+    pub(crate) dir: PathBuf,
 }
 
 impl Mounted {
     /// Mounts a device in a new directory.
-    pub(crate) fn at(device: &Path, folder: PathBuf) -> Result<Self, Failure> {
-        fs::create_dir_all(&folder).map_err(with_path(&folder))?;
-        run("mount", &[device, &folder])?;
-        Ok(Self { folder })
+    pub(crate) fn at(device: &Path, dir: PathBuf) -> Result<Self, Failure> {
+        fs::create_dir_all(&dir).map_err(with_path(&dir))?;
+        run("mount", &[device, &dir])?;
+        Ok(Self { dir })
     }
 }
 
 impl Drop for Mounted {
     fn drop(&mut self) {
         // The kernel may hold files of the ended server for a moment. A lazy unmount waits for them.
-        let _ = run("umount", &[Path::new("--lazy"), &self.folder]);
+        let _ = run("umount", &[Path::new("--lazy"), &self.dir]);
     }
 }
 
 /// A frozen file system, which is thawed on drop.
 pub(crate) struct FrozenFileSystem<'a> {
-    folder: &'a Path,
+    dir: &'a Path,
 }
 
 impl<'a> FrozenFileSystem<'a> {
     /// Freezes a file system.
     pub(crate) fn new(mounted: &'a Mounted) -> Result<Self, Failure> {
-        let folder = mounted.folder.as_path();
-        run("fsfreeze", &[Path::new("--freeze"), folder])?;
-        Ok(Self { folder })
+        let dir = mounted.dir.as_path();
+        run("fsfreeze", &[Path::new("--freeze"), dir])?;
+        Ok(Self { dir })
     }
 }
 
 impl Drop for FrozenFileSystem<'_> {
     fn drop(&mut self) {
         // Thawing fails only if another process has thawed the file system.
-        let _ = run("fsfreeze", &[Path::new("--unfreeze"), self.folder]);
+        let _ = run("fsfreeze", &[Path::new("--unfreeze"), self.dir]);
     }
 }

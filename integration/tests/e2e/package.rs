@@ -173,12 +173,12 @@ fn uses_files_of_its_rules(guest: &Guest) -> Result<(), Failure> {
         expect(log.contains(line), || format!("It lacks '{line}':\n{log}"))?;
     }
     let add = "nvme-mpt add socket=/run/nvme-mpt/b.sock,path=/srv/images/b.img,id=b";
-    let told = check(&format!("! {add} 2>&1"))?;
+    let output = check(&format!("! {add} 2>&1"))?;
     for part in [
         "Landlock denies this server /srv/images/b.img (rw)",
         "--landlock-rules path=/srv/images,access=rw",
     ] {
-        expect(told.contains(part), || told.clone())?;
+        expect(output.contains(part), || output.clone())?;
     }
     check(
         "printf '[[landlock-rule]]\\npath = \"/srv/images\"\\naccess = \"rw\"\\n' >> /etc/nvme-mpt.toml && \

@@ -38,9 +38,9 @@ fn check_fitted_profile(bench: &CheckEnvironment) -> Result<(), Failure> {
             .args(["profile", "fit"])
             .arg(&report),
     )?;
-    let folder = bench.dir().join("fitted");
-    fs::create_dir_all(&folder).map_err(with_path(&folder))?;
-    let fitted = folder.join("fitted.toml");
+    let dir = bench.dir().join("fitted");
+    fs::create_dir_all(&dir).map_err(with_path(&dir))?;
+    let fitted = dir.join("fitted.toml");
     write(&fitted, &text)?;
     // The values depend on the speed of this guest. Tests of `fit` compare values.
     let parsed = DriveProfile::parse(&fitted.display().to_string(), &text);
@@ -48,11 +48,7 @@ fn check_fitted_profile(bench: &CheckEnvironment) -> Result<(), Failure> {
         format!("No profile of a drive: {parsed:?}:\n{text}")
     })?;
 
-    let mut second = Server::start(
-        bench.program(),
-        &[function("fitted.toml", &folder)],
-        &folder,
-    )?;
+    let mut second = Server::start(bench.program(), &[function("fitted.toml", &dir)], &dir)?;
     guest.plug(
         &GuestDrive::vfio_user(second.socket(FUNCTION))
             .id("fitted")
@@ -70,8 +66,8 @@ fn check_fitted_profile(bench: &CheckEnvironment) -> Result<(), Failure> {
     Ok(())
 }
 
-fn function(profile: &str, folder: &Path) -> FunctionArgument {
-    let profile = folder.join(profile);
+fn function(profile: &str, dir: &Path) -> FunctionArgument {
+    let profile = dir.join(profile);
     FunctionArgument::new(FUNCTION, "memory:64M", "0+64M")
         .option(format!("profile={}", profile.display()))
 }

@@ -80,7 +80,7 @@ fn run_through_servers(bench: &CheckEnvironment, guests: u64, times: u32) -> Res
     for guest in 0..guests.len() as u64 {
         await_commands(&server, guest, COMMANDS)?;
     }
-    let mut told = String::new();
+    let mut text = String::new();
     for (guest, job) in guests.iter().zip(jobs) {
         end_load(guest)?;
         let output = guest.finish(job, load.timeout())?;
@@ -90,10 +90,10 @@ fn run_through_servers(bench: &CheckEnvironment, guests: u64, times: u32) -> Res
         })?;
         let slowest = report.read.max_us.max(report.write.max_us) / 1e3;
         let ios = report.read.ios + report.write.ios;
-        let _ = write!(told, "; {ios} I/Os, the slowest {slowest:.0} ms");
+        let _ = write!(text, "; {ios} I/Os, the slowest {slowest:.0} ms");
         // Linux reports an emulated processor that waits for its turn as a busy worker.
-        let said = guest.check("dmesg | grep -v 'hogged CPU' || true", TIMEOUT)?;
-        let says = |word: &&str| said.to_lowercase().contains(*word);
+        let console_output = guest.check("dmesg | grep -v 'hogged CPU' || true", TIMEOUT)?;
+        let says = |word: &&str| console_output.to_lowercase().contains(*word);
         let about = [
             "nvme",
             "timeout",
@@ -103,11 +103,11 @@ fn run_through_servers(bench: &CheckEnvironment, guests: u64, times: u32) -> Res
             "i/o error",
         ];
         expect(!about.iter().any(says), || {
-            format!("The guest's kernel has noticed:\n{said}")
+            format!("The guest's kernel has noticed:\n{console_output}")
         })?;
     }
     print_line(&format!(
-        "        {times} servers killed, {times} upgraded{told}"
+        "        {times} servers killed, {times} upgraded{text}"
     ));
     server.expect_alive()?;
     drop(guests);

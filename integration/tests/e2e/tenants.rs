@@ -76,11 +76,11 @@ const RANGE_BLOCKS: u64 = 2048;
 type Scene = fn(&CheckEnvironment, &Path) -> Result<(), Failure>;
 
 fn on_tmpfs(bench: &CheckEnvironment, scene: Scene) -> Result<(), Failure> {
-    let folder = tempfile::Builder::new()
+    let dir = tempfile::Builder::new()
         .prefix("nvme-mpt-e2e-")
         .tempdir_in("/dev/shm")
         .map_err(with_path("/dev/shm"))?;
-    scene(bench, &image(folder.path())?)
+    scene(bench, &image(dir.path())?)
 }
 
 fn on_ext4(bench: &CheckEnvironment, scene: Scene) -> Result<(), Failure> {
@@ -100,7 +100,7 @@ fn on_a_file_system(bench: &CheckEnvironment, mkfs: &str, scene: Scene) -> Resul
     let disk = LoopDevice::attach(&bench.drive("disk.img", 2 * SHARED_MIB)?)?;
     mounts::run(mkfs, &[Path::new("-q"), &disk.path])?;
     let mounted = Mounted::at(&disk.path, bench.dir().join("mounted"))?;
-    scene(bench, &image(&mounted.folder)?)
+    scene(bench, &image(&mounted.dir)?)
 }
 
 fn on_a_loop_device(bench: &CheckEnvironment, scene: Scene) -> Result<(), Failure> {
@@ -108,8 +108,8 @@ fn on_a_loop_device(bench: &CheckEnvironment, scene: Scene) -> Result<(), Failur
     scene(bench, &disk.path)
 }
 
-fn image(folder: &Path) -> Result<PathBuf, Failure> {
-    let path = folder.join("shared.img");
+fn image(dir: &Path) -> Result<PathBuf, Failure> {
+    let path = dir.join("shared.img");
     fs::File::create(&path)
         .and_then(|file| file.set_len(SHARED_MIB << 20))
         .map_err(with_path(&path))?;
@@ -154,12 +154,12 @@ fn check_storm(bench: &CheckEnvironment, drive: &Path) -> Result<(), Failure> {
     let alone = run_verified_load(&server.socket("quiet"), SECONDS_ALONE)?;
     // A process that another check starts may briefly hold a copy of the client's connection.
     server.await_no_client("quiet")?;
-    let (beside, commands) = during_storm(&server, || {
+    let (loaded, commands) = during_storm(&server, || {
         run_verified_load(&server.socket("quiet"), SECONDS)
     })?;
     print_line(&format!(
         "        quiet p99: {:.0} us alone, {:.0} us in a storm of {commands} commands; max {:.0} and {:.0} us",
-        alone.latency_us.p99, beside.latency_us.p99, alone.latency_us.max, beside.latency_us.max
+        alone.latency_us.p99, loaded.latency_us.p99, alone.latency_us.max, loaded.latency_us.max
     ));
     server.stop()?;
     Ok(())
@@ -178,12 +178,12 @@ fn check_storm_with_guest(bench: &CheckEnvironment, drive: &Path) -> Result<(), 
         Ok(job.run(&guest)?)
     };
     let alone = verify()?;
-    let (beside, commands) = during_storm(&server, verify)?;
-    let (alone, beside) = (alone.write, beside.write);
+    let (loaded, commands) = during_storm(&server, verify)?;
+    let (alone, loaded) = (alone.write, loaded.write);
     print_line(&format!(
         "        two tenants of fio, p99: {:.0} us alone, {:.0} us in a storm of {commands} commands; max {:.0} and \
          {:.0} us",
-        alone.p99_us, beside.p99_us, alone.max_us, beside.max_us
+        alone.p99_us, loaded.p99_us, alone.max_us, loaded.max_us
     ));
     expect_no_complaints(&guest)?;
     guest.power_off(TIMEOUT)?;
@@ -211,7 +211,7 @@ fn during_storm<T>(
     quiet: impl FnOnce() -> Result<T, Failure>,
 ) -> Result<(T, u64), Failure> {
     let (stop, commands) = (AtomicBool::new(false), AtomicU64::new(0));
-    let (beside, loud) = std::thread::scope(|scope| {
+    let (loaded, loud) = std::thread::scope(|scope| {
         let tenants: Vec<_> = LOUD
             .iter()
             .zip(1..)
@@ -220,7 +220,7 @@ fn during_storm<T>(
                 scope.spawn(move || LoudTenant::connect(&socket, seed)?.run_until(stop, commands))
             })
             .collect();
-        let beside = quiet();
+        let loaded = quiet();
         stop.store(true, Ordering::Relaxed);
         let loud: Vec<_> = tenants
             .into_iter()
@@ -229,9 +229,9 @@ fn during_storm<T>(
                 tenant.join().unwrap_or_else(panicked)
             })
             .collect();
-        (beside, loud)
+        (loaded, loud)
     });
-    let beside = beside?;
+    let loaded = loaded?;
     for (id, result) in LOUD.iter().zip(loud) {
         result.map_err(|failure| {
             Failure::from(format!("{id}: {}", integration::error_chain(&*failure)))
@@ -241,7 +241,7 @@ fn during_storm<T>(
     expect(commands >= LOUD_COMMANDS * LOUD.len() as u64, || {
         format!("The storm was {commands} commands")
     })?;
-    Ok((beside, commands))
+    Ok((loaded, commands))
 }
 
 /// Expected content of a block.

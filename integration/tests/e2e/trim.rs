@@ -79,7 +79,7 @@ fn boot(bench: &CheckEnvironment, release: DebianRelease, socket: &Path) -> Resu
 /// Returns whether the mirror lacks a suite. Debian moves old suites to an archive.
 fn is_missing_suite(failure: &Failure) -> bool {
     let text = error_chain(&**failure);
-    failure.is::<ProvisionError>() && NO_SUITE.iter().any(|said| text.contains(said))
+    failure.is::<ProvisionError>() && NO_SUITE.iter().any(|message| text.contains(message))
 }
 
 fn frees_blocks(bench: &CheckEnvironment, release: DebianRelease) -> Result<(), Failure> {
@@ -120,10 +120,10 @@ fn frees_blocks(bench: &CheckEnvironment, release: DebianRelease) -> Result<(), 
         format!("{FILE_MIB} MiB were written, and the file went from {empty} to {full} MiB")
     })?;
     check("rm /mnt/file && sync")?;
-    let told = check("fstrim --verbose /mnt && sync")?;
+    let output = check("fstrim --verbose /mnt && sync")?;
     let trimmed = du(&drive)?;
     expect(trimmed + TRIMMED_MIB_MIN <= full, || {
-        format!("fstrim left {trimmed} of {full} MiB: {told}")
+        format!("fstrim left {trimmed} of {full} MiB: {output}")
     })?;
     // Remaining data must be intact.
     check("umount /mnt && e2fsck -f -n /dev/nvme1n1")?;

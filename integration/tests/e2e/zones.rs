@@ -220,11 +220,11 @@ fn zone_append(booted: &BootedFunction) -> Result<(), Failure> {
     for (count, letter) in [(2, 'a'), (3, 'b')] {
         let file = data(booted, count, letter)?;
         let options = format!("-s {zslba} -z {} -d {file}", count * 4096);
-        let said = nvme(booted, "zns zone-append", &options, status::SUCCESS)?;
+        let output = nvme(booted, "zns zone-append", &options, status::SUCCESS)?;
         let at = if letter == 'a' { zslba } else { zslba + 2 };
         // nvme-cli prints the address in hexadecimal.
-        expect(said.trim_end().ends_with(&format!("LBA {at:x}")), || {
-            format!("The append did not go to {at:#x}: {said}")
+        expect(output.trim_end().ends_with(&format!("LBA {at:x}")), || {
+            format!("The append did not go to {at:#x}: {output}")
         })?;
     }
     expect_zone(booted, 5, "IMP_OPENED", 5)?;
@@ -269,8 +269,8 @@ fn linux_makes_no_disk_of_them(bench: &CheckEnvironment) -> Result<(), Failure> 
     expect(disks.trim() == "0", || {
         format!("There are {disks} block devices")
     })?;
-    let said = guest.check("dmesg | grep 'invalid zone size' || true", TIMEOUT)?;
-    expect(!said.is_empty(), || {
+    let output = guest.check("dmesg | grep 'invalid zone size' || true", TIMEOUT)?;
+    expect(!output.is_empty(), || {
         "The kernel does not say why there is no disk".to_owned()
     })?;
     // 16 zones of 1,536 blocks.

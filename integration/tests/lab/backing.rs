@@ -198,11 +198,12 @@ fn too_many_mappings(_: &CheckEnvironment) -> Result<(), Failure> {
         &page,
         MappingAccess::Read,
     );
-    let said = refused.map_err(|error| error.to_string());
+    let output = refused.map_err(|error| error.to_string());
     expect(
-        said.as_ref()
+        output
+            .as_ref()
             .is_err_and(|text| text.contains(&format!("takes {limit} mappings"))),
-        || format!("{said:?}"),
+        || format!("{output:?}"),
     )
 }
 
@@ -335,8 +336,8 @@ fn pulled(_: &CheckEnvironment) -> Result<(), Failure> {
     expect(!other.is_gone() && other.read32(CSTS) == 0, || {
         "The other drive noticed".to_owned()
     })?;
-    let folder = format!("/sys/bus/pci/devices/{}", a.name());
-    let is_there = || fs::exists(&folder).unwrap_or(false);
+    let dir = format!("/sys/bus/pci/devices/{}", a.name());
+    let is_there = || fs::exists(&dir).unwrap_or(false);
     await_that("the kernel to have done with it", || Ok(!is_there()))?;
     let gone = VfioBacking::open(a.name().parse().map_err(|_| Failure::from("Name"))?);
     expect(matches!(gone, Err(VfioError::Function(_))), || {

@@ -80,7 +80,7 @@ fn cloud_hypervisor_on_a_file(bench: &CheckEnvironment) -> Result<(), Failure> {
             root: RootLocation::Memory,
             first: FunctionArgument::new("file", &file, RANGE),
             pluggable: FunctionArgument::new("a", &address, RANGE),
-            folder: bench.dir(),
+            dir: bench.dir(),
             state_dir: &bench.state_dir(),
         },
         &BALLOON,

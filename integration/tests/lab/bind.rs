@@ -31,7 +31,7 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("swap_stays", swap),
         ("what_is_open_takes_force", open),
         ("a_bound_drive_tells_how_to_be_served", listed),
-        ("a_served_drive_is_listed_and_kept", served),
+        ("a_served_drive_is_listed_and_kept", serve_bound_drive),
         ("a_drive_is_reusable_after_a_crash", crashed),
         ("what_keeps_a_drive_from_being_served", unservable),
         ("others_are_no_drives", others),
@@ -54,20 +54,20 @@ fn nvme_mpt(arguments: &str) -> Result<Result<String, String>, Failure> {
 }
 
 fn expect_ok(arguments: &str, wanted: &str) -> Result<(), Failure> {
-    let said = nvme_mpt(arguments)?;
-    expect(said.as_deref() == Ok(wanted), || {
-        format!("nvme-mpt {arguments}: {said:?} instead of {wanted:?}")
+    let output = nvme_mpt(arguments)?;
+    expect(output.as_deref() == Ok(wanted), || {
+        format!("nvme-mpt {arguments}: {output:?} instead of {wanted:?}")
     })
 }
 
 /// Checks that a command is refused by a message that contains all `words`.
 fn expect_refusal(arguments: &str, words: &[&str]) -> Result<(), Failure> {
-    let said = nvme_mpt(arguments)?;
-    let is_refusal = said
+    let output = nvme_mpt(arguments)?;
+    let is_refusal = output
         .as_ref()
         .is_err_and(|text| words.iter().all(|word| text.contains(word)));
     expect(is_refusal, || {
-        format!("nvme-mpt {arguments}: {said:?} instead of a refusal with {words:?}")
+        format!("nvme-mpt {arguments}: {output:?} instead of a refusal with {words:?}")
     })
 }
 
@@ -319,7 +319,7 @@ fn serve(bench: &CheckEnvironment, b: &HostDrive) -> Result<(Server, String), Fa
     Ok((server, format!("--control {}", control.display())))
 }
 
-fn served(bench: &CheckEnvironment) -> Result<(), Failure> {
+fn serve_bound_drive(bench: &CheckEnvironment) -> Result<(), Failure> {
     let b = HostDrive::ready("b")?;
     let (mut server, control) = serve(bench, &b)?;
     let drive = b.list_entry(&control)?;
@@ -391,19 +391,19 @@ fn unservable(_: &CheckEnvironment) -> Result<(), Failure> {
             .args(["nobody", "-s", "/bin/sh", "-c", &command])
             .output()
             .map_err(with_path("su"))?;
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        expect(!output.status.success(), || "It is served".to_owned()).map(|()| said)
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        expect(!output.status.success(), || "It is served".to_owned()).map(|()| text)
     };
-    let said = as_nobody("")?;
+    let text = as_nobody("")?;
     expect(
-        said.contains(&format!("No permission to open {group}")),
-        || said.clone(),
+        text.contains(&format!("No permission to open {group}")),
+        || text.clone(),
     )?;
     sh(&format!("chmod 666 {group}"))?;
-    let said = as_nobody("ulimit -l 16;")?;
+    let text = as_nobody("ulimit -l 16;")?;
     expect(
-        said.contains("of 16384 that are allowed; raise the limit with `ulimit -l`"),
-        || said.clone(),
+        text.contains("of 16384 that are allowed; raise the limit with `ulimit -l`"),
+        || text.clone(),
     )
 }
 

@@ -78,8 +78,8 @@ const PIECE: u64 = 64 << 10;
 
 /// Boots a lab `boots` times.
 fn over_boots(suite: &Suite, kind: &str, boots: usize) -> Result<(), Failure> {
-    let folder = tempfile::tempdir().map_err(with_path(std::env::temp_dir()))?;
-    let disks = [0, 1, 2].map(|disk| folder.path().join(format!("disk{disk}.img")));
+    let dir = tempfile::tempdir().map_err(with_path(std::env::temp_dir()))?;
+    let disks = [0, 1, 2].map(|disk| dir.path().join(format!("disk{disk}.img")));
     for disk in &disks {
         fs::File::create(disk)
             .and_then(|file| file.set_len(DISK))
@@ -87,7 +87,7 @@ fn over_boots(suite: &Suite, kind: &str, boots: usize) -> Result<(), Failure> {
     }
     for boot in 0..boots {
         let order = ORDERS[boot % ORDERS.len()];
-        let state = LabDrive::new(STATE, DISK).image(folder.path().join("state.img"));
+        let state = LabDrive::new(STATE, DISK).image(dir.path().join("state.img"));
         let config = order
             .iter()
             .fold(LabConfig::new().drive(state), |config, disk| {
@@ -96,12 +96,12 @@ fn over_boots(suite: &Suite, kind: &str, boots: usize) -> Result<(), Failure> {
         suite.with_lab_of(config, |lab| {
             let order = order.map(|disk| disk.to_string()).join(" ");
             let command = format!("{} {ARGUMENT} {kind} {boot} {order}", suite.program_path());
-            let mut said = EchoedOutput::default();
-            let status = lab.stream(&command, BOOT_TIMEOUT, &mut said)?;
+            let mut output = EchoedOutput::default();
+            let status = lab.stream(&command, BOOT_TIMEOUT, &mut output)?;
             expect(status == 0, || {
-                format!("Boot {boot}, disks {order}: {}", said.tail())
+                format!("Boot {boot}, disks {order}: {}", output.tail())
             })?;
-            lab.finish(0, &[], folder.path())?;
+            lab.finish(0, &[], dir.path())?;
             Ok(())
         })?;
     }
@@ -204,11 +204,11 @@ impl Host {
             let mut unsaid = vec![0, 1, 2];
             while let Some(disk) = unsaid.last() {
                 let refusal = refusal("stranger", self.path(*disk)?, BY_RANGE)?;
-                let (former, id) = parse_refusal(&refusal)?;
+                let (owner, id) = parse_refusal(&refusal)?;
                 let named = tenants.iter().position(|tenant| *tenant == id);
                 let named = named.filter(|disk| unsaid.contains(disk));
                 let named = named.ok_or_else(|| Failure::from(refusal.clone()))?;
-                nvme_mpt(&["leases", "carry-over", &former, self.path(named)?])?;
+                nvme_mpt(&["leases", "carry-over", &owner, self.path(named)?])?;
                 unsaid.retain(|disk| *disk != named);
             }
             for (disk, tenant) in tenants.into_iter().enumerate() {
@@ -365,15 +365,15 @@ impl FunctionServer {
         let mut process = SupervisedChild::spawn("nvme-mpt serve", &command, &log)?;
         let deadline = Instant::now() + TIMEOUT;
         loop {
-            let said = fs::read_to_string(&log).map_err(with_path(&log))?;
-            if said.lines().any(|line| line == "ready") {
+            let output = fs::read_to_string(&log).map_err(with_path(&log))?;
+            if output.lines().any(|line| line == "ready") {
                 return Ok(LeaseOutcome::Served(Self { process, socket }));
             }
             if process.try_wait()?.is_some() {
                 return Ok(LeaseOutcome::Refused(process::file_tail(&log)));
             }
             expect(Instant::now() < deadline, || {
-                format!("The server does not say that it is ready:\n{said}")
+                format!("The server does not say that it is ready:\n{output}")
             })?;
             thread::sleep(Duration::from_millis(10));
         }

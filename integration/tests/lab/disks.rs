@@ -236,7 +236,7 @@ impl WriteRecord {
 /// Writes and flushes, and calls `begin` half-way to start the failure.
 fn write_with_failure(
     target: &mut impl Target,
-    trouble: DiskFailure,
+    failure: DiskFailure,
     begin: impl FnOnce() -> Result<(), Failure>,
 ) -> Result<WriteRecord, Failure> {
     let mut record = WriteRecord::default();
@@ -249,7 +249,7 @@ fn write_with_failure(
         }
         record.flush(target);
     };
-    if trouble == DiskFailure::Full {
+    if failure == DiskFailure::Full {
         // Writes each place once, which exceeds the capacity of the file system.
         let mut next = 0..PLACES;
         for _ in 0..PLACES / BATCH {
@@ -317,9 +317,9 @@ impl MappedDisk {
         Ok(sectors * SECTOR)
     }
 
-    pub(crate) fn begin(&self, trouble: DiskFailure) -> Result<(), Failure> {
+    pub(crate) fn begin(&self, failure: DiskFailure) -> Result<(), Failure> {
         let (sectors, device) = (self.sectors(), self.device.display());
-        match trouble {
+        match failure {
             DiskFailure::Full => Ok(()),
             DiskFailure::Error => self.load(&format!("0 {sectors} error")),
             DiskFailure::Flaky => {
@@ -348,9 +348,9 @@ fn open(path: &Path) -> Result<File, Failure> {
 /// Creates a new disk. Returns the path of the image or device on it as well.
 pub(crate) fn prepare(
     layer: Layer,
-    trouble: DiskFailure,
+    failure: DiskFailure,
 ) -> Result<(MappedDisk, PathBuf), Failure> {
-    let bytes = if trouble == DiskFailure::Full {
+    let bytes = if failure == DiskFailure::Full {
         SMALL
     } else {
         DISK
@@ -363,7 +363,7 @@ pub(crate) fn prepare(
             let path = PathBuf::from("/mnt/drive.img");
             let image = File::create(&path).map_err(with_path(&path))?;
             image.set_len(LEASE).map_err(with_path(&path))?;
-            if trouble != DiskFailure::Full {
+            if failure != DiskFailure::Full {
                 // All blocks are allocated, so that the check writes only data.
                 let zeroes = vec![0; PLACE as usize];
                 for place in 0..PLACES {
@@ -395,16 +395,16 @@ pub(crate) fn heal(disk: &MappedDisk, layer: Layer) -> Result<(), Failure> {
 fn run(
     bench: &CheckEnvironment,
     layer: Layer,
-    trouble: DiskFailure,
+    failure: DiskFailure,
     locally: bool,
 ) -> Result<WriteRecord, Failure> {
-    let (disk, path) = prepare(layer, trouble)?;
-    let begin = || disk.begin(trouble);
+    let (disk, path) = prepare(layer, failure)?;
+    let begin = || disk.begin(failure);
     let record = if locally {
-        write_with_failure(&mut Local(open(&path)?), trouble, begin)?
+        write_with_failure(&mut Local(open(&path)?), failure, begin)?
     } else {
         let mut function = Function::connect(bench, &path)?;
-        let record = write_with_failure(&mut function, trouble, begin)?;
+        let record = write_with_failure(&mut function, failure, begin)?;
         function.end(record.flushes.1 > 0)?;
         record
     };
@@ -520,10 +520,10 @@ fn killed_with_a_write_in_flight(bench: &CheckEnvironment) -> Result<(), Failure
     Ok(next.stop()?)
 }
 
-fn compare(bench: &CheckEnvironment, layer: Layer, trouble: DiskFailure) -> Result<(), Failure> {
+fn compare(bench: &CheckEnvironment, layer: Layer, failure: DiskFailure) -> Result<(), Failure> {
     fs::create_dir_all("/mnt").map_err(with_path(Path::new("/mnt")))?;
     for (who, locally) in [("a local file", true), ("a function", false)] {
-        let record = run(bench, layer, trouble, locally)?;
+        let record = run(bench, layer, failure, locally)?;
         let WriteRecord {
             writes, flushes, ..
         } = record;

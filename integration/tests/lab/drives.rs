@@ -60,13 +60,14 @@ fn are_as_described(_: &CheckEnvironment) -> Result<(), Failure> {
     const DOORBELL_BUFFER_CONFIG: u64 = 1 << 8;
     for (id, nsid, bytes, block) in [("a", 1, 64 << 20, 512), ("b", 2, 32 << 20, 4096)] {
         let device = inside::block_device(id, nsid)?.display().to_string();
-        let said = sh(&format!(
+        let output = sh(&format!(
             "blockdev --getsize64 {device}; blockdev --getss {device}"
         ))?;
         expect(
-            said.split_whitespace()
+            output
+                .split_whitespace()
                 .eq([bytes.to_string(), block.to_string()]),
-            || format!("{device}: {said}"),
+            || format!("{device}: {output}"),
         )?;
     }
     for (id, mdts, dbcs) in [("a", 7, DOORBELL_BUFFER_CONFIG), ("b", 1, 0)] {
@@ -183,11 +184,11 @@ fn warn(_: &CheckEnvironment) -> Result<(), Failure> {
         ))
     };
     inside::control("warn a 4")?;
-    let said = warning()?;
-    expect(said.trim_end().ends_with('4'), || said)?;
+    let output = warning()?;
+    expect(output.trim_end().ends_with('4'), || output)?;
     inside::control("warn a 0")?;
-    let said = warning()?;
-    expect(said.trim_end().ends_with('0'), || said)
+    let output = warning()?;
+    expect(output.trim_end().ends_with('0'), || output)
 }
 
 fn vanish_and_come_back(_: &CheckEnvironment) -> Result<(), Failure> {

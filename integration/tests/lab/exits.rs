@@ -73,30 +73,30 @@ reads /dev/nvme0n1 {READS}
 echo guest: $(($(interrupts nvme0q) - before)) interrupts
 count"
     );
-    let said = boot_counting(bench, &script(&body), function)?;
-    expect(said.contains(&format!("guest: read {READS}")), || {
-        format!("The guest has not read:\n{said}")
+    let output = boot_counting(bench, &script(&body), function)?;
+    expect(output.contains(&format!("guest: read {READS}")), || {
+        format!("The guest has not read:\n{output}")
     })?;
     let per_read =
-        |name: &str| Ok::<_, Failure>(reported_delta(&said, name)? as f64 / READS as f64);
+        |name: &str| Ok::<_, Failure>(reported_delta(&output, name)? as f64 / READS as f64);
     let (mmio, interrupts) = (per_read("mmio_exits")?, per_read("irq_injections")?);
     print_costs(
         &format!("doorbells={}, {what}", function.0),
         [mmio, per_read("io_exits")?, interrupts, per_read("exits")?],
     );
-    let own = guest_interrupts(&said)? as f64 / READS as f64;
+    let own = guest_interrupts(&output)? as f64 / READS as f64;
     print_line(&format!(
         "        {own:.3} of the interrupts are the function's, the others those of timers and the console"
     ));
     let (mapping, all) = (
-        reported_delta(&said, "mapping_us")?,
-        reported_delta(&said, "us")?,
+        reported_delta(&output, "mapping_us")?,
+        reported_delta(&output, "us")?,
     );
-    let all_mapping = reported_value(&said, 2, "mapping_us")?;
+    let all_mapping = reported_value(&output, 2, "mapping_us")?;
     print_line(&format!(
         "        doorbells were mapped {} times, which took {all_mapping} us with unmapping; \
          {mapping} us of the {all} us that the reads took",
-        reported_value(&said, 2, "mappings")?,
+        reported_value(&output, 2, "mappings")?,
     ));
     expect(mmio < MMIO_EXITS_MAX, || {
         format!("{mmio} MMIO exits for each read")
@@ -114,11 +114,11 @@ count"
 }
 
 /// Returns the number of the function's interrupts that the guest counted during the reads.
-fn guest_interrupts(said: &str) -> Result<u64, Failure> {
-    let line = said.lines().find(|line| line.ends_with(" interrupts"));
+fn guest_interrupts(output: &str) -> Result<u64, Failure> {
+    let line = output.lines().find(|line| line.ends_with(" interrupts"));
     let words = line.and_then(|line| line.split_once("guest: "));
     let number = words.and_then(|(_, rest)| rest.split(' ').next()?.parse().ok());
-    number.ok_or_else(|| Failure::from(format!("The guest counted no interrupts:\n{said}")))
+    number.ok_or_else(|| Failure::from(format!("The guest counted no interrupts:\n{output}")))
 }
 
 /// Checks a guest with occasional I/O, whose doorbells are mapped and unmapped repeatedly.
@@ -138,17 +138,19 @@ for burst in $(seq {BURSTS}); do
 done
 count"
     );
-    let said = boot_counting(bench, &script(&body), ("mapped", Owner::Vmm))?;
-    let reads = said.matches(&format!("guest: read {READS_BEFORE}")).count();
+    let output = boot_counting(bench, &script(&body), ("mapped", Owner::Vmm))?;
+    let reads = output
+        .matches(&format!("guest: read {READS_BEFORE}"))
+        .count();
     expect(reads == BURSTS as usize, || {
-        format!("The guest has not read:\n{said}")
+        format!("The guest has not read:\n{output}")
     })?;
     // Counted since the start of the machine, because the boot maps doorbells as well.
     let (mappings, mapping) = (
-        reported_value(&said, 2, "mappings")?,
-        reported_value(&said, 2, "mapping_us")?,
+        reported_value(&output, 2, "mappings")?,
+        reported_value(&output, 2, "mapping_us")?,
     );
-    let all = reported_value(&said, 2, "us")?;
+    let all = reported_value(&output, 2, "us")?;
     print_line(&format!(
         "        doorbells were mapped {mappings} times by {BURSTS} bursts and before, which took {mapping} us with \
          unmapping, of {all} us"
@@ -181,10 +183,10 @@ pub(crate) fn with_virtio_blk(bench: &CheckEnvironment) -> Result<(), Failure> {
     let counters =
         || KvmCounters::from_process(guest.pid()).map_err(with_path("/sys/kernel/debug/kvm"));
     let before = counters()?;
-    let said = guest.check(&format!("sh /tmp/reads-{READS}"), TIMEOUT)?;
+    let output = guest.check(&format!("sh /tmp/reads-{READS}"), TIMEOUT)?;
     let after = counters()?;
-    expect(said.contains(&format!("guest: read {READS}")), || {
-        format!("The guest has not read:\n{said}")
+    expect(output.contains(&format!("guest: read {READS}")), || {
+        format!("The guest has not read:\n{output}")
     })?;
     let per_read =
         |of: fn(&KvmCounters) -> u64| of(&after).saturating_sub(of(&before)) as f64 / READS as f64;
@@ -229,18 +231,20 @@ fn boot_counting(
 }
 
 /// Returns a value from the report number `time`.
-fn reported_value(said: &str, time: u32, name: &str) -> Result<u64, Failure> {
-    let told = format!("vmm: counters {time} ");
-    let line = said.lines().find_map(|line| line.split(&told).nth(1));
+fn reported_value(output: &str, time: u32, name: &str) -> Result<u64, Failure> {
+    let counter_line = format!("vmm: counters {time} ");
+    let line = output
+        .lines()
+        .find_map(|line| line.split(&counter_line).nth(1));
     let prefix = format!("{name}=");
     let value = line.and_then(|line| {
         let mut words = line.split_whitespace();
         words.find_map(|word| word.strip_prefix(&prefix)?.parse().ok())
     });
-    value.ok_or_else(|| Failure::from(format!("{name} was not told {time} times:\n{said}")))
+    value.ok_or_else(|| Failure::from(format!("{name} was not told {time} times:\n{output}")))
 }
 
 /// Returns the difference of a value between both reports.
-fn reported_delta(said: &str, name: &str) -> Result<u64, Failure> {
-    Ok(reported_value(said, 2, name)?.saturating_sub(reported_value(said, 1, name)?))
+fn reported_delta(output: &str, name: &str) -> Result<u64, Failure> {
+    Ok(reported_value(output, 2, name)?.saturating_sub(reported_value(output, 1, name)?))
 }

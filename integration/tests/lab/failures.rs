@@ -65,9 +65,9 @@ const SHORT: &str = "timeout=1";
 struct Row {
     failure: String,
     /// Both guests of the failed drive.
-    here: Counts,
+    same_drive: Counts,
     /// Guest of the other drive.
-    elsewhere: Counts,
+    other_drive: Counts,
     iommu_faults: u64,
 }
 
@@ -127,9 +127,13 @@ impl Scene {
         Ok(self.server.drive_stats(&self.drive)?)
     }
 
-    /// Waits until the drive's statistics satisfy `there`.
-    fn await_drive(&self, what: &str, there: impl Fn(&DriveStats) -> bool) -> Result<(), Failure> {
-        await_that(what, || Ok(there(&self.drive_stats()?)))
+    /// Waits until the drive's statistics satisfy `condition`.
+    fn await_drive(
+        &self,
+        what: &str,
+        condition: impl Fn(&DriveStats) -> bool,
+    ) -> Result<(), Failure> {
+        await_that(what, || Ok(condition(&self.drive_stats()?)))
     }
 
     /// Ends all guests in order, after a failure that must cause no error.
@@ -143,15 +147,15 @@ impl Scene {
             iommu_faults,
             ..
         } = self;
-        let here = [first.finish()?, second.finish()?];
-        let elsewhere = b.finish()?;
+        let same_drive = [first.finish()?, second.finish()?];
+        let other_drive = b.finish()?;
         server.stop()?;
-        let errors = here[0].counts.errors + here[1].counts.errors;
-        record_row(&failure, &here, &elsewhere, iommu_faults)?;
+        let errors = same_drive[0].counts.errors + same_drive[1].counts.errors;
+        record_row(&failure, &same_drive, &other_drive, iommu_faults)?;
         expect(errors == 0, || {
             format!(
                 "{errors} commands failed: {:?}",
-                here.map(|o| o.counts.statuses)
+                same_drive.map(|o| o.counts.statuses)
             )
         })
     }
@@ -160,39 +164,39 @@ impl Scene {
 /// Records a row, and fails if the row has a forbidden count.
 fn record_row(
     failure: &str,
-    here: &[Outcome; 2],
-    elsewhere: &Outcome,
+    same_drive: &[Outcome; 2],
+    other_drive: &Outcome,
     faults_before: u64,
 ) -> Result<(), Failure> {
     let row = Row {
         failure: failure.to_owned(),
-        here: here[0].counts.sum_with(&here[1].counts),
-        elsewhere: elsewhere.counts.clone(),
+        same_drive: same_drive[0].counts.sum_with(&same_drive[1].counts),
+        other_drive: other_drive.counts.clone(),
         iommu_faults: iommu_faults()? - faults_before,
     };
     let wrong = row.fault();
-    let said = row.to_string();
+    let text = row.to_string();
     File::options()
         .create(true)
         .append(true)
         .open(TABLE)
-        .and_then(|mut table| writeln!(table, "{said}"))
+        .and_then(|mut table| writeln!(table, "{text}"))
         .map_err(with_path(TABLE))?;
     expect(wrong.is_none(), || {
-        format!("{}:\n{HEADER}\n{said}", wrong.unwrap_or_default())
+        format!("{}:\n{HEADER}\n{text}", wrong.unwrap_or_default())
     })
 }
 
 impl Row {
     fn fault(&self) -> Option<&'static str> {
-        let all = self.here.sum_with(&self.elsewhere);
+        let all = self.same_drive.sum_with(&self.other_drive);
         if all.lost_commands() > 0 {
             return Some("Commands were lost");
         }
         if all.doubled > 0 {
             return Some("Commands completed twice");
         }
-        if self.elsewhere.errors + self.elsewhere.retried > 0 {
+        if self.other_drive.errors + self.other_drive.retried > 0 {
             return Some("Another drive's guest noticed it");
         }
         (self.iommu_faults > 0).then_some("The IOMMU had to refuse something")
@@ -206,23 +210,23 @@ const HEADER: &str = "  failure                                      submitted  
 
 impl std::fmt::Display for Row {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (here, there) = (&self.here, &self.elsewhere);
-        let seconds = |stall: Duration| format!("{:.2} s", stall.as_secs_f64());
+        let (same_drive, other_drive) = (&self.same_drive, &self.other_drive);
+        let seconds = |pause: Duration| format!("{:.2} s", pause.as_secs_f64());
         write!(
             f,
             "  {:<43} {:>10} {:>10} {:>8} {:>7} {:>10} {:>5} {:>8} {:>8} {:>13} {:>7} {:>8} {:>6}",
             self.failure,
-            here.submitted,
-            here.completed,
-            here.retried,
-            here.errors,
-            here.withdrawn,
-            here.lost_commands() + there.lost_commands(),
-            here.doubled + there.doubled,
-            seconds(here.stall),
-            there.completed,
-            there.errors,
-            seconds(there.stall),
+            same_drive.submitted,
+            same_drive.completed,
+            same_drive.retried,
+            same_drive.errors,
+            same_drive.withdrawn,
+            same_drive.lost_commands() + other_drive.lost_commands(),
+            same_drive.doubled + other_drive.doubled,
+            seconds(same_drive.pause),
+            other_drive.completed,
+            other_drive.errors,
+            seconds(other_drive.pause),
             self.iommu_faults,
         )
     }
@@ -305,16 +309,16 @@ fn media_error(bench: &CheckEnvironment) -> Result<(), Failure> {
         iommu_faults,
         ..
     } = scene;
-    let here = [first.finish()?, second.finish()?];
-    let elsewhere = b.finish()?;
+    let same_drive = [first.finish()?, second.finish()?];
+    let other_drive = b.finish()?;
     server.stop()?;
-    record_row(&failure, &here, &elsewhere, iommu_faults)?;
-    let statuses = &here[0].counts.statuses;
+    record_row(&failure, &same_drive, &other_drive, iommu_faults)?;
+    let statuses = &same_drive[0].counts.statuses;
     expect(
         statuses.len() == 1 && statuses[0].starts_with("Unrecovered Read Error"),
         || format!("The errors were {statuses:?}"),
     )?;
-    let others = here[1].counts.errors;
+    let others = same_drive[1].counts.errors;
     expect(others == 0, || format!("{others} errors in another range"))
 }
 
@@ -432,21 +436,21 @@ fn end_remaining_guests(
     iommu_faults: u64,
 ) -> Result<(), Failure> {
     b.advance()?;
-    let here = [first, second.finish()?];
-    let elsewhere = b.finish()?;
+    let same_drive = [first, second.finish()?];
+    let other_drive = b.finish()?;
     server.stop()?;
-    record_row(failure, &here, &elsewhere, iommu_faults)?;
-    let errors = here[1].counts.errors;
+    record_row(failure, &same_drive, &other_drive, iommu_faults)?;
+    let errors = same_drive[1].counts.errors;
     expect(errors == 0, || {
         format!(
             "{errors} commands of the other guest failed: {:?}",
-            here[1].counts.statuses
+            same_drive[1].counts.statuses
         )
     })?;
     // The host's driver must find each guest's data in its place.
     inside::bind("a", "nvme")?;
     let device = inside::block_device("a", 1)?;
-    for (outcome, start) in here.iter().zip(RANGES) {
+    for (outcome, start) in same_drive.iter().zip(RANGES) {
         outcome.contents.check_device(&device, start)?;
     }
     Ok(())
@@ -471,13 +475,13 @@ fn removal(bench: &CheckEnvironment) -> Result<(), Failure> {
         iommu_faults,
         ..
     } = scene;
-    let here = [first.finish()?, second.finish()?];
-    let elsewhere = b.finish()?;
+    let same_drive = [first.finish()?, second.finish()?];
+    let other_drive = b.finish()?;
     server.stop()?;
-    record_row(&failure, &here, &elsewhere, iommu_faults)?;
+    record_row(&failure, &same_drive, &other_drive, iommu_faults)?;
     inside::control("plug a")?;
     let device = reappeared_device()?;
-    for (outcome, start) in here.iter().zip(RANGES) {
+    for (outcome, start) in same_drive.iter().zip(RANGES) {
         outcome.contents.check_device(&device, start)?;
     }
     Ok(())
@@ -486,8 +490,8 @@ fn removal(bench: &CheckEnvironment) -> Result<(), Failure> {
 /// Returns drive a's block device, once the drive has been plugged in again.
 pub(crate) fn reappeared_device() -> Result<PathBuf, Failure> {
     let address = inside::address("a")?;
-    let there = format!("test -d /sys/bus/pci/devices/{address}");
-    await_that("the drive is back", || Ok(sh(&there).is_ok()))?;
+    let other_drive = format!("test -d /sys/bus/pci/devices/{address}");
+    await_that("the drive is back", || Ok(sh(&other_drive).is_ok()))?;
     inside::bind("a", "nvme")?;
     Ok(inside::block_device("a", 1)?)
 }
@@ -517,13 +521,13 @@ fn check_server_end(
     inside::bind("a", "nvme")?;
     inside::bind("b", "nvme")?;
     let [first, second] = scene.a;
-    let here = [first.join()?, second.join()?];
-    let elsewhere = scene.b.join()?;
-    record_row(failure, &here, &elsewhere, scene.iommu_faults)?;
+    let same_drive = [first.join()?, second.join()?];
+    let other_drive = scene.b.join()?;
+    record_row(failure, &same_drive, &other_drive, scene.iommu_faults)?;
     let check = |contents: &Contents, drive, start| {
         contents.check_device(&inside::block_device(drive, 1)?, start)
     };
-    check(&here[0].contents, "a", RANGES[0])?;
-    check(&here[1].contents, "a", RANGES[1])?;
-    check(&elsewhere.contents, "b", 0)
+    check(&same_drive[0].contents, "a", RANGES[0])?;
+    check(&same_drive[1].contents, "a", RANGES[1])?;
+    check(&other_drive.contents, "b", 0)
 }

@@ -31,14 +31,14 @@ const FAILED: [i64; 2] = [libc::EIO as i64, libc::ENODATA as i64];
 pub(crate) fn compare(
     bench: &CheckEnvironment,
     layer: Layer,
-    trouble: DiskFailure,
+    failure: DiskFailure,
 ) -> Result<(), Failure> {
     fs::create_dir_all("/mnt").map_err(with_path(Path::new("/mnt")))?;
     for (who, locally) in [("a local file", true), ("a guest", false)] {
-        let (disk, path) = prepare(layer, trouble)?;
+        let (disk, path) = prepare(layer, failure)?;
         let outcome = match locally {
-            true => run_on_host(&disk, layer, &path, trouble)?,
-            false => run_in_guest(bench, &disk, layer, &path, trouble)?,
+            true => run_on_host(&disk, layer, &path, failure)?,
+            false => run_in_guest(bench, &disk, layer, &path, failure)?,
         };
         heal(&disk, layer)?;
         let covered = outcome.flushes * BATCH * PLACE;
@@ -50,14 +50,14 @@ pub(crate) fn compare(
         expect(outcome.flushes > 0, || {
             format!("{who} flushed nothing before there was any trouble")
         })?;
-        let expected = match trouble {
+        let expected = match failure {
             DiskFailure::Full => outcome.error == i64::from(libc::ENOSPC),
             DiskFailure::Error | DiskFailure::Flaky => FAILED.contains(&outcome.error),
         };
         expect(expected, || {
-            format!("{who} got error {} of a disk in {trouble:?}", outcome.error)
+            format!("{who} got error {} of a disk in {failure:?}", outcome.error)
         })?;
-        let job = job(layer, trouble, &path).option("verify_only", "1");
+        let job = job(layer, failure, &path).option("verify_only", "1");
         let job = job.option("size", &covered.to_string());
         job.report(&run_job(&job)?)?;
     }
@@ -66,8 +66,8 @@ pub(crate) fn compare(
 
 /// Returns a job with direct writes. On a file below which the disk fails, the job uses the page cache, as most programs do.
 /// (Write-back to a full device fails with EIO.)
-fn job(layer: Layer, trouble: DiskFailure, path: &Path) -> GuestFioJob {
-    let cached = (layer, trouble) == (Layer::File, DiskFailure::Error);
+fn job(layer: Layer, failure: DiskFailure, path: &Path) -> GuestFioJob {
+    let cached = (layer, failure) == (Layer::File, DiskFailure::Error);
     let direct = if cached { "0" } else { "1" };
     GuestFioJob::new("trouble", "write", &PLACE.to_string(), 1)
         .option("filename", &path.display().to_string())
@@ -78,8 +78,8 @@ fn job(layer: Layer, trouble: DiskFailure, path: &Path) -> GuestFioJob {
 }
 
 /// Returns a job that only writes.
-fn writes(layer: Layer, trouble: DiskFailure, path: &Path) -> GuestFioJob {
-    job(layer, trouble, path)
+fn writes(layer: Layer, failure: DiskFailure, path: &Path) -> GuestFioJob {
+    job(layer, failure, path)
         .option("do_verify", "0")
         .option("fsync", &BATCH.to_string())
         .option("rate_iops", &RATE.to_string())
@@ -93,22 +93,22 @@ fn run_job(job: &GuestFioJob) -> Result<String, Failure> {
 }
 
 /// Starts the failure in the middle of the writes.
-fn begin(disk: &MappedDisk, trouble: DiskFailure, before: u64) -> Result<(), Failure> {
-    if trouble != DiskFailure::Full {
+fn begin(disk: &MappedDisk, failure: DiskFailure, before: u64) -> Result<(), Failure> {
+    if failure != DiskFailure::Full {
         await_that("the disk has some writes", || {
             Ok(disk.written_bytes()? >= before + WRITTEN_BEFORE)
         })?;
     }
-    disk.begin(trouble)
+    disk.begin(failure)
 }
 
 fn run_on_host(
     disk: &MappedDisk,
     layer: Layer,
     path: &Path,
-    trouble: DiskFailure,
+    error: DiskFailure,
 ) -> Result<FioJobOutcome, Failure> {
-    let job = writes(layer, trouble, path);
+    let job = writes(layer, error, path);
     let before = disk.written_bytes()?;
     let (done, outcome) = mpsc::channel();
     let local = job.clone();
@@ -116,7 +116,7 @@ fn run_on_host(
         // The receiver may be gone at the end of the check.
         let _ = done.send(run_job(&local).map_err(|failure| failure.to_string()));
     });
-    begin(disk, trouble, before)?;
+    begin(disk, error, before)?;
     let text = outcome.recv_timeout(TIMEOUT)??;
     Ok(job.outcome(&text)?)
 }
@@ -126,16 +126,16 @@ fn run_in_guest(
     disk: &MappedDisk,
     layer: Layer,
     path: &Path,
-    trouble: DiskFailure,
+    failure: DiskFailure,
 ) -> Result<FioJobOutcome, Failure> {
     let options = FunctionArgument::new("x", path.display().to_string(), format!("0+{LEASE}"));
     let mut server = bench.serve(&[options])?;
     let config = GuestConfig::new("guest").drive(GuestDrive::vfio_user(server.socket("x")));
     let mut guest = bench.boot(&config)?;
-    let job = writes(layer, trouble, &PathBuf::from("/dev/nvme0n1"));
+    let job = writes(layer, failure, &PathBuf::from("/dev/nvme0n1"));
     let before = disk.written_bytes()?;
     let running = guest.start(&job.script())?;
-    begin(disk, trouble, before)?;
+    begin(disk, failure, before)?;
     let output = guest.finish(running, job.timeout().max(Duration::from_secs(300)))?;
     guest.power_off(TIMEOUT)?;
     match server.stop() {

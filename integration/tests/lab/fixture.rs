@@ -57,12 +57,12 @@ pub(crate) fn await_that(
 
 /// Returns a bench with its own directory.
 pub(crate) fn bench(check: &str) -> Result<CheckEnvironment, Failure> {
-    let folder = Path::new(LOGS).join(check.replace("::", "-"));
-    fs::create_dir_all(&folder).map_err(with_path(&folder))?;
+    let dir = Path::new(LOGS).join(check.replace("::", "-"));
+    fs::create_dir_all(&dir).map_err(with_path(&dir))?;
     let assets = GuestAssets::provide(&KernelChoice::V6_12)?;
     Ok(CheckEnvironment::new(
-        folder.clone(),
-        folder,
+        dir.clone(),
+        dir,
         inside::copied_path("nvme-mpt"),
         assets,
     ))

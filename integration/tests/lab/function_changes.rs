@@ -86,7 +86,7 @@ wait
 /// A machine that is controlled by its control socket.
 struct ControlledMachine {
     vmm: SupervisedChild,
-    folder: PathBuf,
+    dir: PathBuf,
 }
 
 impl ControlledMachine {
@@ -104,14 +104,14 @@ impl ControlledMachine {
     }
 
     fn start(bench: &CheckEnvironment, log: &str, arguments: &[&str]) -> Result<Self, Failure> {
-        let folder = bench.dir().to_owned();
-        let vmm = reference::spawn(&folder, &bench.state_dir(), &folder.join(log), arguments)?;
-        Ok(Self { vmm, folder })
+        let dir = bench.dir().to_owned();
+        let vmm = reference::spawn(&dir, &bench.state_dir(), &dir.join(log), arguments)?;
+        Ok(Self { vmm, dir })
     }
 
     /// Returns the machine's answer to a request. An error answer is an `Err`.
     fn request(&mut self, request: &str) -> Result<String, Failure> {
-        let answer = reference::request(&self.folder, request);
+        let answer = reference::request(&self.dir, request);
         if answer.is_err() {
             // If the machine has ended, its end explains the missing answer.
             self.expect_alive()?;
@@ -130,13 +130,13 @@ impl ControlledMachine {
     /// Waits until the guest has printed a line.
     fn await_line(&mut self, wanted: &str) -> Result<(), Failure> {
         await_that(wanted, || {
-            let said = read_log(self.vmm.log())?;
-            if said.contains(wanted) {
+            let output = read_log(self.vmm.log())?;
+            if output.contains(wanted) {
                 return Ok(true);
             }
             self.expect_alive()?;
-            expect(!said.contains("guest: lost"), || {
-                format!("In vain for {wanted:?}:\n{said}")
+            expect(!output.contains("guest: lost"), || {
+                format!("In vain for {wanted:?}:\n{output}")
             })?;
             Ok(false)
         })
@@ -224,32 +224,32 @@ struct MachineResources {
 }
 
 fn read_log(log: &Path) -> Result<String, Failure> {
-    let said = fs::read(log).map_err(with_path(log))?;
-    Ok(String::from_utf8_lossy(&said).into_owned())
+    let output = fs::read(log).map_err(with_path(log))?;
+    Ok(String::from_utf8_lossy(&output).into_owned())
 }
 
 /// Checks that a verifying guest continues from a snapshot in another process, repeatedly.
 fn verify_goes_on_in_other_processes(bench: &CheckEnvironment) -> Result<(), Failure> {
     let (mut machine, function) = ControlledMachine::boot(bench, "console-0", VERIFY)?;
-    let folder = bench.dir().join("snapshot");
-    let path = folder.display().to_string();
+    let dir = bench.dir().join("snapshot");
+    let path = dir.display().to_string();
     machine.await_line("guest: begins")?;
-    let mut said = String::new();
+    let mut output = String::new();
     for moved in 0..MOVES {
         // The snapshot comes at a varying time of a round: while fio starts, writes or verifies.
         std::thread::sleep(Duration::from_millis(170 * (moved as u64 * 7 % 20)));
         machine.request(&format!("snapshot {path}"))?;
-        said += &machine.await_end()?;
+        output += &machine.await_end()?;
         let log = format!("console-{}", moved + 1);
         let restore = ["--restore", &path, "--nvme-mpt", &function];
         machine = ControlledMachine::start(bench, &log, &restore)?;
         // The guest must verify its data before the next migration.
         machine.await_line("guest: verified")?;
     }
-    said += &machine.stop()?;
+    output += &machine.stop()?;
     // The guest is stopped at any time, so the last line may be incomplete.
-    let whole = said.rfind('\n').map_or(0, |end| end + 1);
-    let verified: Vec<&str> = said[..whole]
+    let whole = output.rfind('\n').map_or(0, |end| end + 1);
+    let verified: Vec<&str> = output[..whole]
         .lines()
         .filter_map(|line| line.strip_prefix("guest: verified "))
         .collect();
@@ -258,7 +258,7 @@ fn verify_goes_on_in_other_processes(bench: &CheckEnvironment) -> Result<(), Fai
         verified.len() >= MOVES && rounds.eq(verified.iter().copied()),
         || format!("The guest verified these rounds in {MOVES} moves: {verified:?}"),
     )?;
-    fs::remove_dir_all(&folder).map_err(with_path(&folder))
+    fs::remove_dir_all(&dir).map_err(with_path(&dir))
 }
 
 /// Adds and removes a function repeatedly: the guest sees each function, and no resources are left behind.
@@ -282,7 +282,7 @@ fn functions_come_and_go(bench: &CheckEnvironment) -> Result<(), Failure> {
         held = Some(machine.await_resources(&before)?);
         memory.push(machine.memory_kib()?);
     }
-    let said = machine.await_end()?;
+    let output = machine.await_end()?;
     let (before, after) = (memory[WARM_UP_ADDITIONS], memory[ADDITIONS - 1]);
     print_line(&format!(
         "        {ADDITIONS} times the same: {}; from {before} to {after} KiB of memory",
@@ -300,8 +300,11 @@ fn functions_come_and_go(bench: &CheckEnvironment) -> Result<(), Failure> {
         "head -c {READ} {} | md5sum | cut -d ' ' -f 1",
         second.display()
     ))?;
-    let read = said.matches(&format!("guest: read {}", sum.trim())).count();
-    expect(read == ADDITIONS && said.contains("guest: had I/O"), || {
-        format!("The guest read the second disk {read} times:\n{said}")
-    })
+    let read = output
+        .matches(&format!("guest: read {}", sum.trim()))
+        .count();
+    expect(
+        read == ADDITIONS && output.contains("guest: had I/O"),
+        || format!("The guest read the second disk {read} times:\n{output}"),
+    )
 }

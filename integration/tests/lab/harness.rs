@@ -58,9 +58,9 @@ impl Suite {
         })
     }
 
-    fn boot(&self, config: LabConfig, folder: &Path) -> Result<Lab, Failure> {
+    fn boot(&self, config: LabConfig, dir: &Path) -> Result<Lab, Failure> {
         let config = self.programs.iter().fold(config, LabConfig::with_file);
-        Ok(Lab::boot(&self.assets, &config, folder)?)
+        Ok(Lab::boot(&self.assets, &config, dir)?)
     }
 
     /// Returns the path of this program inside a lab.
@@ -83,10 +83,10 @@ impl Suite {
         config: LabConfig,
         work: impl FnOnce(Lab) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
-        let folder = temporary("nvme-mpt-lab-")?;
-        let result = self.boot(config, folder.path()).and_then(work);
+        let dir = temporary("nvme-mpt-lab-")?;
+        let result = self.boot(config, dir.path()).and_then(work);
         if result.is_err() {
-            keep(folder);
+            keep_dir(dir);
         }
         result
     }
@@ -97,14 +97,14 @@ fn with_drives(drives: Vec<LabDrive>) -> LabConfig {
 }
 
 fn temporary(prefix: &str) -> Result<TempDir, Failure> {
-    let folder = tempfile::Builder::new().prefix(prefix).tempdir();
-    folder.map_err(with_path(std::env::temp_dir()))
+    let dir = tempfile::Builder::new().prefix(prefix).tempdir();
+    dir.map_err(with_path(std::env::temp_dir()))
 }
 
-fn keep(folder: TempDir) {
+fn keep_dir(dir: TempDir) {
     print_line(&format!(
         "        console and logs: {}",
-        folder.keep().display()
+        dir.keep().display()
     ));
 }
 
@@ -185,7 +185,7 @@ impl State {
         if let Some(broken) = &self.broken {
             return Err(broken.as_str().into());
         }
-        let (lab, folder) = match self.lab.take() {
+        let (lab, dir) = match self.lab.take() {
             Some(running) => running,
             None => self.boot(suite, drives)?,
         };
@@ -195,21 +195,21 @@ impl State {
         };
         let assignments = full + &cloud_hypervisor::assignment();
         let command = format!("{assignments}{} {name}", suite.itself);
-        let mut said = EchoedOutput::default();
-        match lab.stream(&command, CHECK_TIMEOUT, &mut said) {
+        let mut output = EchoedOutput::default();
+        match lab.stream(&command, CHECK_TIMEOUT, &mut output) {
             Ok(status) => {
-                self.lab = Some((lab, folder));
+                self.lab = Some((lab, dir));
                 self.failed |= status != 0;
                 match status {
                     0 => Ok(()),
                     lost if lost == i32::from(LOST_STATUS) => {
                         Err("In the lab a guest was lost".into())
                     }
-                    _ => Err(said.tail().into()),
+                    _ => Err(output.tail().into()),
                 }
             }
             Err(error) => {
-                keep(folder);
+                keep_dir(dir);
                 Err(error.into())
             }
         }
@@ -220,11 +220,11 @@ impl State {
         suite: &Suite,
         drives: fn() -> Vec<LabDrive>,
     ) -> Result<(Lab, TempDir), Failure> {
-        let folder = temporary("nvme-mpt-lab-")?;
-        match suite.boot(with_drives(drives()), folder.path()) {
-            Ok(lab) => Ok((lab, folder)),
+        let dir = temporary("nvme-mpt-lab-")?;
+        match suite.boot(with_drives(drives()), dir.path()) {
+            Ok(lab) => Ok((lab, dir)),
             Err(failure) => {
-                keep(folder);
+                keep_dir(dir);
                 if !guest::is_lost(&*failure) {
                     self.broken = Some(integration::error_chain(&*failure));
                 }
@@ -235,7 +235,7 @@ impl State {
 
     /// Ends the running lab. Its logs are fetched if a check has failed.
     fn end_lab(&mut self) -> Result<(), Failure> {
-        let Some((lab, folder)) = self.lab.take() else {
+        let Some((lab, dir)) = self.lab.take() else {
             return Ok(());
         };
         let logs = temporary("nvme-mpt-lab-logs-")?;
@@ -259,7 +259,7 @@ impl State {
                 Ok(())
             }
             Err(error) => {
-                keep(folder);
+                keep_dir(dir);
                 Err(error.into())
             }
         }

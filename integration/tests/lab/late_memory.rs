@@ -112,13 +112,13 @@ impl LoadedGuest {
 fn await_passes(console: &Path, vmm: &mut SupervisedChild) -> Result<(), Failure> {
     let pid = vmm.pid();
     await_that(&format!("passes of fio in process {pid}"), || {
-        let told = console_output(console).unwrap_or_default();
+        let output = console_output(console).unwrap_or_default();
         if let Some(status) = vmm.try_wait()? {
             let log = file_tail(vmm.log());
-            return Err(format!("The VMM ended with {status}:\n{log}\n{told}").into());
+            return Err(format!("The VMM ended with {status}:\n{log}\n{output}").into());
         }
         // The last line may be incomplete.
-        let errors = told.lines().filter_map(|line| {
+        let errors = output.lines().filter_map(|line| {
             let (_, pass) = line.split_once("guest: verified ")?;
             let (_, errors) = pass.split_once(", errors ")?;
             // A kernel message may follow the number.
@@ -126,8 +126,8 @@ fn await_passes(console: &Path, vmm: &mut SupervisedChild) -> Result<(), Failure
             errors.filter(|errors| !errors.is_empty())
         });
         let errors: Vec<&str> = errors.collect();
-        let is_right = !told.contains("guest: wrong") && errors.iter().all(|count| *count == "0");
-        expect(is_right, || told.clone())?;
+        let is_right = !output.contains("guest: wrong") && errors.iter().all(|count| *count == "0");
+        expect(is_right, || output.clone())?;
         Ok(errors.len() >= PASSES)
     })
 }
@@ -174,15 +174,16 @@ pub(crate) fn migrates_by_post_copy(bench: &CheckEnvironment) -> Result<(), Fail
     sh("ip link set lo up")?;
     let mut guest = LoadedGuest::start(bench, false)?;
     await_passes(&guest.console, &mut guest.vmm)?;
-    let folder = bench.dir().join("receiver");
-    fs::create_dir(&folder).map_err(with_path(&folder))?;
+    let dir = bench.dir().join("receiver");
+    fs::create_dir(&dir).map_err(with_path(&dir))?;
     let no_arguments: [&str; 0] = [];
-    let mut receiver = cloud_hypervisor::spawn(&folder, no_arguments)?;
-    await_that("the receiver", || Ok(folder.join("api").exists()))?;
+    let mut receiver = cloud_hypervisor::spawn(&dir, no_arguments)?;
+    await_that("the receiver", || Ok(dir.join("api").exists()))?;
     let receives = {
-        let folder = folder.clone();
-        let asked = json!({"receiver_url": format!("tcp:{RECEIVER}"), "memory_mode": "Postcopy"});
-        thread::spawn(move || request(&folder, "vm.receive-migration", &asked))
+        let dir = dir.clone();
+        let migration =
+            json!({"receiver_url": format!("tcp:{RECEIVER}"), "memory_mode": "Postcopy"});
+        thread::spawn(move || request(&dir, "vm.receive-migration", &migration))
     };
     let sent = json!({"destination_url": format!("tcp:{RECEIVER}"), "memory_mode": "Postcopy"});
     await_that("the receiver's socket", || {

@@ -240,7 +240,7 @@ pub(crate) fn check_replacements(
     expect(unlike == 0, || format!("The client noticed: {counts:?}"))?;
     print_line(&format!(
         "        {how:?}: {servers} servers replaced, {} commands, I/O stood still for {:.1?} at most",
-        counts.completed, counts.stall
+        counts.completed, counts.pause
     ));
     inside::bind("a", "nvme")?;
     contents.check_device(&inside::block_device("a", 1)?, 0)
@@ -248,9 +248,10 @@ pub(crate) fn check_replacements(
 
 /// Returns how often the controller was enabled so far, as counted outside of the lab.
 fn enable_count() -> Result<u64, Failure> {
-    let said = inside::control("enables a")?;
-    said.parse()
-        .map_err(|error| Failure::from(format!("{said}: {error}")))
+    let output = inside::control("enables a")?;
+    output
+        .parse()
+        .map_err(|error| Failure::from(format!("{output}: {error}")))
 }
 
 /// Returns a client that has written its range.
@@ -269,7 +270,7 @@ fn pulled(bench: &CheckEnvironment) -> Result<(), Failure> {
     let (a, b) = (inside::address("a")?, inside::address("b")?);
     let function = |id, path: &str| FunctionArgument::new(id, path, format!("0+{RANGE}"));
     let mut server = bench.serve(&[function("a", &a), function("b", &b)])?;
-    let elsewhere = start_client("b", &server, 2)?;
+    let other_client = start_client("b", &server, 2)?;
     let outcome = start_client("a", &server, 1)?.finish()?;
     server.await_no_client("a")?;
 
@@ -285,10 +286,10 @@ fn pulled(bench: &CheckEnvironment) -> Result<(), Failure> {
     expect(disk.read(0, 8).is_err(), || {
         "A drive that is gone was read".to_owned()
     })?;
-    elsewhere.advance()?;
+    other_client.advance()?;
     server.expect_alive()?;
     drop((disk, controller));
-    elsewhere.finish()?;
+    other_client.finish()?;
     server.stop()?;
 
     inside::control("plug a")?;

@@ -32,8 +32,8 @@ fn load() -> GuestFioJob {
 }
 
 fn expect_model(guest: &Guest, model: &str) -> Result<(), Failure> {
-    let said = guest.check("cat /sys/class/nvme/nvme0/model", TIMEOUT)?;
-    expect(said.starts_with(model), || {
-        format!("The guest's drive calls itself {said:?}")
+    let output = guest.check("cat /sys/class/nvme/nvme0/model", TIMEOUT)?;
+    expect(output.starts_with(model), || {
+        format!("The guest's drive calls itself {output:?}")
     })
 }

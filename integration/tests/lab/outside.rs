@@ -21,22 +21,22 @@ pub(crate) const GROUP: Group = Group::Around {
 };
 
 fn check_results_return(suite: &Suite) -> Result<(), Failure> {
-    let folder = tempfile::tempdir().map_err(with_path(std::env::temp_dir()))?;
+    let dir = tempfile::tempdir().map_err(with_path(std::env::temp_dir()))?;
     suite.with_lab(Vec::new(), |lab| {
-        let mut said = Vec::new();
+        let mut text = Vec::new();
         let script = "echo to stdout; echo to stderr >&2; \
                       head -c 5000000 /dev/urandom >/tmp/bytes; head -c 1 /dev/zero >/tmp/zero; \
                       md5sum </tmp/bytes; exit 7";
-        let status = lab.stream(script, TIMEOUT, &mut said)?;
+        let status = lab.stream(script, TIMEOUT, &mut text)?;
         expect(status == 7, || format!("The status is {status}, not 7"))?;
-        let said = String::from_utf8_lossy(&said).into_owned();
-        let lines: Vec<&str> = said.lines().collect();
-        expect(lines[..2] == ["to stdout", "to stderr"], || said.clone())?;
+        let text = String::from_utf8_lossy(&text).into_owned();
+        let lines: Vec<&str> = text.lines().collect();
+        expect(lines[..2] == ["to stdout", "to stderr"], || text.clone())?;
         let output = lab.run("exit 3", TIMEOUT)?;
         expect(output.status == 3, || format!("{output:?}"))?;
 
         let first = ["/tmp/bytes".to_owned(), "/tmp/zero".to_owned()];
-        let files = lab.fetch(&first, folder.path())?;
+        let files = lab.fetch(&first, dir.path())?;
         expect(files.len() == 2, || format!("{files:?}"))?;
         let sum = process::run(std::process::Command::new("md5sum").arg(&files[0]))?;
         expect(sum.split(' ').next() == lines[2].split(' ').next(), || {
@@ -46,12 +46,12 @@ fn check_results_return(suite: &Suite) -> Result<(), Failure> {
         expect(zero == [0], || format!("{zero:?}"))?;
 
         // A failed command returns the files that exist. A successful command must return all.
-        let none = lab.fetch(&["/tmp/absent".to_owned()], folder.path())?;
+        let none = lab.fetch(&["/tmp/absent".to_owned()], dir.path())?;
         expect(none.is_empty(), || format!("{none:?}"))?;
         let second = ["/tmp/absent".to_owned(), "/tmp/zero".to_owned()];
-        let files = lab.fetch(&second, folder.path())?;
+        let files = lab.fetch(&second, dir.path())?;
         expect(files.len() == 1, || format!("{files:?}"))?;
-        expect(lab.finish(0, &second, folder.path()).is_err(), || {
+        expect(lab.finish(0, &second, dir.path()).is_err(), || {
             "A file that is not there was brought back".to_owned()
         })
     })
@@ -89,15 +89,15 @@ fn check_timeout(suite: &Suite) -> Result<(), Failure> {
 }
 
 fn images_are_kept(suite: &Suite) -> Result<(), Failure> {
-    let folder = tempfile::tempdir().map_err(with_path(std::env::temp_dir()))?;
-    let image = folder.path().join("kept.img");
+    let dir = tempfile::tempdir().map_err(with_path(std::env::temp_dir()))?;
+    let image = dir.path().join("kept.img");
     let drive = LabDrive::new("a", 16 << 20).image(&image);
     suite.with_lab(vec![drive.clone()], |lab| {
         lab.check(
             "echo hello | dd of=/dev/nvme0n1 bs=512 seek=9 conv=sync oflag=direct",
             TIMEOUT,
         )?;
-        lab.finish(0, &[], folder.path())?;
+        lab.finish(0, &[], dir.path())?;
         Ok(())
     })?;
     let bytes = fs::read(&image).map_err(with_path(&image))?;

@@ -371,12 +371,13 @@ fn serve(arguments: &[String]) -> Result<(), Failure> {
     let [state_dir, options, guest] = arguments else {
         return Err("It takes a folder, options and a number".into());
     };
-    let mut elsewhere = RemoteFunction::attach_in(Path::new(state_dir), options, guest.parse()?)?;
+    let mut foreign_function =
+        RemoteFunction::attach_in(Path::new(state_dir), options, guest.parse()?)?;
     report(Ok(()));
     for order in io::stdin().lines() {
-        report(elsewhere.carry_out(&order?));
+        report(foreign_function.carry_out(&order?));
     }
-    elsewhere.end()
+    foreign_function.end()
 }
 
 fn report(result: Result<(), Failure>) {

@@ -123,7 +123,7 @@ fn four_guests(bench: &CheckEnvironment) -> Result<(), Failure> {
         print_line(&format!(
             "  {id}: {} commands on 2 queues, longest stall {:.0} ms",
             counts.completed,
-            counts.stall.as_secs_f64() * 1e3
+            counts.pause.as_secs_f64() * 1e3
         ));
         let all_well =
             counts.errors + counts.retried + counts.lost_commands() + counts.doubled == 0;
@@ -150,14 +150,14 @@ const NEIGHBOURS: [(&str, &[&str]); 3] = [
 
 /// Measures a guest with one read of 4 KiB in flight beside a loud guest. The loud guest has a queue on each of the two queue
 /// pairs, so the quiet guest shares one of them.
-fn check_quiet_latency(bench: &CheckEnvironment, terms: &QuietGuestBound) -> Result<(), Failure> {
-    let (mut server, path) = serve(bench, terms.id)?;
+fn check_quiet_latency(bench: &CheckEnvironment, bound: &QuietGuestBound) -> Result<(), Failure> {
+    let (mut server, path) = serve(bench, bound.id)?;
     let mut measured: [Vec<Measured>; NEIGHBOURS.len()] = Default::default();
-    for round in 0..terms.rounds {
+    for round in 0..bound.rounds {
         for (index, (_, arguments)) in NEIGHBOURS.iter().enumerate() {
             let name = format!("loud-{index}-{round}.log");
-            let neighbour = start_loud(&server, terms, arguments, &bench.dir().join(name))?;
-            measured[index].push(quiet(&server, terms, bench.dir())?);
+            let neighbour = start_loud(&server, bound, arguments, &bench.dir().join(name))?;
+            measured[index].push(quiet(&server, bound, bench.dir())?);
             // The neighbour disconnects while it works, as when its VMM is killed.
             drop(neighbour);
             await_that("nobody uses the drive", || {
@@ -176,7 +176,7 @@ fn check_quiet_latency(bench: &CheckEnvironment, terms: &QuietGuestBound) -> Res
     print_line(&format!(
         "  quiet guest, QD 1, 4 KiB reads; medians of {} rounds\n  \
          neighbour              p50 us    p99 us   of alone   IOPS   p99 of each round",
-        terms.rounds
+        bound.rounds
     ));
     let alone = median(|m| m.p99, 0);
     let mut worst: f64 = 0.0;
@@ -195,8 +195,8 @@ fn check_quiet_latency(bench: &CheckEnvironment, terms: &QuietGuestBound) -> Res
             rounds.join(" ")
         ));
     }
-    expect(worst <= terms.limit, || {
-        let limit = terms.limit;
+    expect(worst <= bound.limit, || {
+        let limit = bound.limit;
         format!("The quiet guest's p99 is {worst:.2} times that of alone, more than {limit}")
     })
 }
@@ -204,7 +204,7 @@ fn check_quiet_latency(bench: &CheckEnvironment, terms: &QuietGuestBound) -> Res
 /// Starts the neighbour, if there is one, and waits until it runs.
 fn start_loud(
     server: &Server,
-    terms: &QuietGuestBound,
+    bound: &QuietGuestBound,
     arguments: &[&str],
     log: &Path,
 ) -> Result<Option<SupervisedChild>, Failure> {
@@ -220,18 +220,18 @@ fn start_loud(
     let before = commands()?;
     let process = SupervisedChild::spawn("a loud guest", &command, log)?;
     await_that("the loud guest is under way", || {
-        Ok(commands()? > before + terms.running_after)
+        Ok(commands()? > before + bound.running_after)
     })?;
     Ok(Some(process))
 }
 
-fn quiet(server: &Server, terms: &QuietGuestBound, folder: &Path) -> Result<Measured, Failure> {
-    let report = folder.join("quiet.json");
+fn quiet(server: &Server, bound: &QuietGuestBound, dir: &Path) -> Result<Measured, Failure> {
+    let report = dir.join("quiet.json");
     let mut command = Command::new(inside::copied_path("nvme-load"));
     command
         .arg(server.socket("g1"))
         .args(["--qd", "1", "--interrupts", "--seconds", "3"])
-        .args(["--warmup", terms.warmup])
+        .args(["--warmup", bound.warmup])
         .arg("--json")
         .arg(&report);
     process::run(&mut command)?;

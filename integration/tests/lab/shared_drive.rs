@@ -97,24 +97,30 @@ fn share_among_cloud_hypervisors(bench: &CheckEnvironment) -> Result<(), Failure
 }
 
 /// Shares the drive between two Cloud Hypervisors, if the configured program has the patch.
-fn share_if_patched(bench: &CheckEnvironment, beside: NeighbourKind) -> Result<(), Failure> {
+fn share_if_patched(
+    bench: &CheckEnvironment,
+    neighbour_kind: NeighbourKind,
+) -> Result<(), Failure> {
     match is_patched_cloud_hypervisor_named()? {
-        true => share::<CloudHypervisor>(bench, beside),
+        true => share::<CloudHypervisor>(bench, neighbour_kind),
         false => Ok(()),
     }
 }
 
 /// Shares the drive between two VMMs, each pinned to a processor of the lab host.
-fn share<V: VmmUnderTest>(bench: &CheckEnvironment, beside: NeighbourKind) -> Result<(), Failure> {
+fn share<V: VmmUnderTest>(
+    bench: &CheckEnvironment,
+    neighbour_kind: NeighbourKind,
+) -> Result<(), Failure> {
     mark()?;
     inside::bind("a", "vfio-pci")?;
     let a = inside::address("a")?;
     let server = bench.hold(&[format!("path={a}")])?;
     let function = |id| function(&a, id);
-    let folder = |id| {
-        let folder = bench.dir().join(id);
-        fs::create_dir_all(&folder).map_err(with_path(&folder))?;
-        Ok::<_, Failure>(folder)
+    let dir = |id| {
+        let dir = bench.dir().join(id);
+        fs::create_dir_all(&dir).map_err(with_path(&dir))?;
+        Ok::<_, Failure>(dir)
     };
     let state_dir = server.state_dir();
     let setup = VmmSetup {
@@ -123,7 +129,7 @@ fn share<V: VmmUnderTest>(bench: &CheckEnvironment, beside: NeighbourKind) -> Re
         root: RootLocation::Memory,
         first: function(ONE),
         pluggable: function(JOINER_ID),
-        folder: bench.dir(),
+        dir: bench.dir(),
         state_dir: &state_dir,
     };
     let launch = |id| {
@@ -131,7 +137,7 @@ fn share<V: VmmUnderTest>(bench: &CheckEnvironment, beside: NeighbourKind) -> Re
         let vmm = V::launch(&VmmSetup {
             first: function(id),
             pluggable: setup.pluggable.clone(),
-            folder: &folder(id)?,
+            dir: &dir(id)?,
             ..setup
         })?;
         let lease = server
@@ -145,7 +151,7 @@ fn share<V: VmmUnderTest>(bench: &CheckEnvironment, beside: NeighbourKind) -> Re
     // processor, so that both run at the same time.
     let one = on_processor(0, || launch(ONE))?;
     let two = on_processor(1, || launch(TWO))?;
-    let neighbour = match beside {
+    let neighbour = match neighbour_kind {
         NeighbourKind::JoiningFunction(_) => None,
         NeighbourKind::Qemu => {
             server.add(&function(NEIGHBOUR_ID))?;
@@ -156,10 +162,10 @@ fn share<V: VmmUnderTest>(bench: &CheckEnvironment, beside: NeighbourKind) -> Re
         }
         NeighbourKind::CloudHypervisor => {
             server.add(&function(NEIGHBOUR_ID))?;
-            let (folder, socket) = (folder(NEIGHBOUR_ID)?, server.socket(NEIGHBOUR_ID));
+            let (dir, socket) = (dir(NEIGHBOUR_ID)?, server.socket(NEIGHBOUR_ID));
             let setup = VmmSetup {
                 first: function(NEIGHBOUR_ID),
-                folder: &folder,
+                dir: &dir,
                 ..setup
             };
             let launch = || Ok(CloudHypervisor::launch_over_vfio_user(&setup, &socket)?);
@@ -175,7 +181,7 @@ fn share<V: VmmUnderTest>(bench: &CheckEnvironment, beside: NeighbourKind) -> Re
         seeds: (1..=ALL.len() as u64).map(|guest| guest << 16).collect(),
     };
     scene.verify_all()?;
-    let last = match beside {
+    let last = match neighbour_kind {
         NeighbourKind::JoiningFunction(times) => Some(scene.verify_during_joins(times)?),
         NeighbourKind::Qemu | NeighbourKind::CloudHypervisor => None,
     };
@@ -418,7 +424,7 @@ impl<V: VmmUnderTest> Scene<V> {
         self.one.vmm.plug()?;
         took.plug += started.elapsed();
         let started = Instant::now();
-        let said = self.one.vmm.guest().check(
+        let output = self.one.vmm.guest().check(
             &format!(
                 "for try in $(seq {TRIES}); do
                     for controller in /sys/class/nvme/*; do
@@ -437,8 +443,8 @@ impl<V: VmmUnderTest> Scene<V> {
             ),
             TIMEOUT,
         )?;
-        let [name, found, left] = said.split_whitespace().collect::<Vec<_>>()[..] else {
-            return Err(format!("The guest says {said:?}").into());
+        let [name, found, left] = output.split_whitespace().collect::<Vec<_>>()[..] else {
+            return Err(format!("The guest says {output:?}").into());
         };
         expect(last.is_none_or(|last| last == found), || {
             format!("It wrote {last:?} last, and finds {found}")
@@ -478,8 +484,8 @@ impl<V: VmmUnderTest> Scene<V> {
             load(&seed.to_string())
                 .option("verify_only", "1")
                 .run(guest)?;
-            let said = guest.check(&sum(Path::new("/dev/nvme0n1"), 0), TIMEOUT)?;
-            sums.push((id, said));
+            let output = guest.check(&sum(Path::new("/dev/nvme0n1"), 0), TIMEOUT)?;
+            sums.push((id, output));
         }
         self.one.vmm.power_off()?;
         self.two.vmm.power_off()?;
@@ -515,10 +521,10 @@ fn expect_on_the_drive(sums: &[(&str, String)], last: Option<&str>) -> Result<()
             format!("{id} had {wanted}, and the drive has {found}")
         })?;
     }
-    let mut kept: Vec<_> = ALL.map(|id| (start(id) + RANGE, GUARD)).into();
+    let mut guarded_ranges: Vec<_> = ALL.map(|id| (start(id) + RANGE, GUARD)).into();
     let third = start(JOINER_ID);
     match last {
-        None => kept.push((third, RANGE)),
+        None => guarded_ranges.push((third, RANGE)),
         Some(last) => {
             let found = sh(&format!(
                 "dd if={} bs={JOINER_BYTES} skip={} count=1 2>/dev/null | md5sum",
@@ -528,14 +534,14 @@ fn expect_on_the_drive(sums: &[(&str, String)], last: Option<&str>) -> Result<()
             expect(found.starts_with(last), || {
                 format!("{JOINER_ID} wrote {last}, and the drive has {found}")
             })?;
-            kept.extend([
+            guarded_ranges.extend([
                 (third + JOINER_BYTES, RANGE - JOINER_BYTES),
                 (start(NEIGHBOUR_ID), RANGE),
             ]);
         }
     }
     let file = File::open(&device).map_err(with_path(&device))?;
-    for (start, bytes) in kept {
+    for (start, bytes) in guarded_ranges {
         let mut found = vec![0; bytes as usize];
         file.read_exact_at(&mut found, start)
             .map_err(with_path(&device))?;

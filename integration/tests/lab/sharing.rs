@@ -17,8 +17,8 @@ pub(crate) const GROUP: Group = Group::Around {
 /// The guests verify their data while both write. After the drive was returned to the host's driver, the host verifies all
 /// ranges and the gaps between them.
 fn demo_in_lab(_: &Suite) -> Result<(), Failure> {
-    let folder = tempfile::tempdir().map_err(with_path(std::env::temp_dir()))?;
-    let json = folder.path().join("demo.json");
+    let dir = tempfile::tempdir().map_err(with_path(std::env::temp_dir()))?;
+    let json = dir.path().join("demo.json");
     // The measuring jobs check nothing, and take longest in the lab.
     let arguments = ["demo", "--drive", "lab", "--jobs", "verify", "--json"];
     let path = json.display().to_string();

@@ -129,7 +129,7 @@ fn root_with_the_pin(bench: &CheckEnvironment) -> Result<(), Failure> {
     );
     let plugged = format!("path={},id=later", later.display());
     let command_line = format!("{} {NO_MESSAGES}", init::COMMAND_LINE);
-    let said = boot_with(
+    let output = boot_with(
         bench,
         &KernelChoice::V6_12,
         &init::script(&script),
@@ -138,7 +138,7 @@ fn root_with_the_pin(bench: &CheckEnvironment) -> Result<(), Failure> {
         &["--cpus", "2"],
     )?;
     let wanted = ["verified", "same", "pin 1", "line 1", "loaded", "cared"];
-    expect_lines(&said, wanted.map(|wanted| format!("guest: {wanted}")))?;
+    expect_lines(&output, wanted.map(|wanted| format!("guest: {wanted}")))?;
     fs::remove_file(&later).map_err(with_path(&later))
 }
 
@@ -211,7 +211,7 @@ echo guest: errors $(dmesg | grep -cE 'Buffer I/O|I/O Cmd|I/O error|EXT4-fs (err
     );
     let function = ("auto", Owner::KilledServers);
     let script = init::script(&script);
-    let said = boot(
+    let output = boot(
         bench,
         &KernelChoice::V6_12,
         &script,
@@ -220,7 +220,7 @@ echo guest: errors $(dmesg | grep -cE 'Buffer I/O|I/O Cmd|I/O error|EXT4-fs (err
     )?;
     let passes = (1..=KILLS).flat_map(|pass| [format!("verified {pass}"), format!("same {pass}")]);
     let wanted = passes.chain(["resets 0".to_owned(), "errors 0".to_owned()]);
-    expect_lines(&said, wanted.map(|wanted| format!("guest: {wanted}")))
+    expect_lines(&output, wanted.map(|wanted| format!("guest: {wanted}")))
 }
 
 /// Returns a load of `seconds` seconds in which two vCPUs read.
@@ -294,8 +294,8 @@ fn cloud_hypervisor_pollers_stay_beside_their_vcpus(
     resize(1)?;
     // After the guest has released the vCPU, the VMM refuses another request until it has joined the vCPU's thread.
     await_that("the end of the second vCPU", || {
-        let there = sh(&format!("cat /proc/{pid}/task/*/comm || true"))?;
-        Ok(there.lines().all(|name| name != VCPUS[1]))
+        let thread_names = sh(&format!("cat /proc/{pid}/task/*/comm || true"))?;
+        Ok(thread_names.lines().all(|name| name != VCPUS[1]))
     })?;
     await_that("the second vCPU", || Ok(resize(2).is_ok()))?;
     for processors in VCPU_PROCESSORS {
@@ -319,14 +319,20 @@ fn expect_pollers_beside(pid: u32, vcpus: [&str; 2], processors: [&str; 2]) -> R
     }
     let [first, second] = processors;
     // Linux assigns the first queue to the first vCPU.
-    for (number, beside) in [second, first].into_iter().enumerate() {
+    for (number, expected_processor) in [second, first].into_iter().enumerate() {
         let name = format!("poll-queue-{number}");
         let poller = await_thread(pid, &name)?;
         let is_there = || {
-            let told = sh(&format!("taskset -pc {poller}"))?;
-            Ok(told.trim_end().ends_with(&format!(": {beside}")))
+            let output = sh(&format!("taskset -pc {poller}"))?;
+            Ok(output
+                .trim_end()
+                .ends_with(&format!(": {expected_processor}")))
         };
-        await_that(&format!("{name} on processor {beside}"), is_there).map_err(|error| {
+        await_that(
+            &format!("{name} on processor {expected_processor}"),
+            is_there,
+        )
+        .map_err(|error| {
             let threads = sh(&format!(
                 "cd /proc/{pid}/task && grep -H Cpus_allowed_list */status && grep -H . */comm"
             ));
@@ -341,8 +347,8 @@ fn await_thread(pid: u32, name: &str) -> Result<String, Failure> {
     let mut found = None;
     await_that(&format!("thread {name} of process {pid}"), || {
         let script = format!("grep -lx {name} /proc/{pid}/task/*/comm || true");
-        let said = sh(&script)?;
-        found = said.split('/').nth(4).map(str::to_owned);
+        let output = sh(&script)?;
+        found = output.split('/').nth(4).map(str::to_owned);
         Ok(found.is_some())
     })?;
     found.ok_or_else(|| Failure::from(format!("There is no thread {name}")))
@@ -370,7 +376,7 @@ fn verify(
     let cpus_argument = cpus.to_string();
     let arguments = ["--cpus", &cpus_argument];
     let function = (doorbells, owner);
-    let said = boot(bench, kernel, &init::script(VERIFY), function, &arguments)?;
+    let output = boot(bench, kernel, &init::script(VERIFY), function, &arguments)?;
     let cpus = format!("guest: cpus {cpus}");
     let wanted = [
         cpus.as_str(),
@@ -380,19 +386,19 @@ fn verify(
         "guest: verified",
         "guest: same",
     ];
-    expect_lines(&said, wanted)
+    expect_lines(&output, wanted)
 }
 
 /// Checks that a guest printed each of these lines.
 fn expect_lines<S: AsRef<str>>(
-    said: &str,
+    output: &str,
     wanted: impl IntoIterator<Item = S>,
 ) -> Result<(), Failure> {
     for wanted in wanted {
         let wanted = wanted.as_ref();
         expect(
-            said.lines().any(|line| line.trim_end().ends_with(wanted)),
-            || format!("The guest does not say {wanted:?}:\n{said}"),
+            output.lines().any(|line| line.trim_end().ends_with(wanted)),
+            || format!("The guest does not say {wanted:?}:\n{output}"),
         )?;
     }
     Ok(())
@@ -482,8 +488,8 @@ fn await_end(vmm: &mut SupervisedChild, console: &Path) -> Result<(), Failure> {
             Failure::from(format!("{error}, and it runs with its host's registers"))
         }
         ProcessError::StillRuns { .. } => {
-            let said = file_tail(console);
-            Failure::from(format!("{error}:\n{}{said}", describe_vmm(vmm.pid())))
+            let output = file_tail(console);
+            Failure::from(format!("{error}:\n{}{output}", describe_vmm(vmm.pid())))
         }
         error => error.into(),
     })?;
@@ -500,13 +506,13 @@ fn expect_clean_root(image: &Path) -> Result<(), Failure> {
 
 /// Returns the console output of a guest.
 pub(crate) fn console_output(console: &Path) -> Result<String, Failure> {
-    let said = fs::read(console).map_err(with_path(console))?;
-    Ok(String::from_utf8_lossy(&said).into_owned())
+    let output = fs::read(console).map_err(with_path(console))?;
+    Ok(String::from_utf8_lossy(&output).into_owned())
 }
 
 /// Describes a VMM that does not end, by two samples a few seconds apart: its guest runs, waits, or is lost.
 fn describe_vmm(pid: u32) -> String {
-    let look = |_| {
+    let read_state = |_| {
         thread::sleep(Duration::from_secs(2));
         let counters = match KvmCounters::from_process(pid) {
             Ok(counters) => counters.to_string(),
@@ -514,7 +520,7 @@ fn describe_vmm(pid: u32) -> String {
         };
         format!("{}; {counters}\n", describe_process(pid))
     };
-    (0..2).map(look).collect()
+    (0..2).map(read_state).collect()
 }
 
 /// Creates a file system image with the guests' user land and the script.

@@ -159,7 +159,7 @@ fn run_on<V: VmmUnderTest + 'static>(
         first: function("root", &images.root, ROOT, "shared"),
         pluggable: function("plugged", &images.plugged, PLUGGED, "shared:busy"),
         assets: &assets,
-        folder: bench.dir(),
+        dir: bench.dir(),
         state_dir: &bench.state_dir(),
     })?;
     print_time("boots with its root on a function", started);
@@ -217,7 +217,7 @@ impl Subject<'_> {
     /// Waits until the guest can open a drive with this serial number, because the device node may appear earlier. Checks the
     /// drive's identity, and returns the guest's name of its controller.
     fn identify(&self, serial: &str, bytes: u64) -> Result<String, Failure> {
-        let said = self.check(&format!(
+        let output = self.check(&format!(
             "for try in $(seq {TRIES}); do
                 for controller in /sys/class/nvme/*; do
                     name=${{controller##*/}}
@@ -236,18 +236,18 @@ impl Subject<'_> {
             ("nsze", format!("{:#x}", bytes / BLOCK)),
             ("bytes", bytes.to_string()),
         ] {
-            let found = field(&said, name)?;
+            let found = field(&output, name)?;
             expect(found == wanted, || {
-                format!("The guest says that {name} is {found:?}, and not {wanted:?}:\n{said}")
+                format!("The guest says that {name} is {found:?}, and not {wanted:?}:\n{output}")
             })?;
         }
-        let oacs = field(&said, "oacs")?;
+        let oacs = field(&output, "oacs")?;
         let has = u64::from_str_radix(oacs.trim_start_matches("0x"), 16)
             .is_ok_and(|oacs| oacs & OACS_DOORBELL_BUFFER != 0);
         expect(has, || {
             format!("Doorbell Buffer Config is not offered: OACS is {oacs}")
         })?;
-        Ok(field(&said, "controller")?.to_owned())
+        Ok(field(&output, "controller")?.to_owned())
     }
 }
 
@@ -319,10 +319,10 @@ fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<RequestOutcome,
             .map_err(with_path(Path::new("/sys/kernel/debug/kvm")))
     };
     let before = counters()?;
-    let said = subject.check(&format!("{reads}{READS}"))?;
+    let output = subject.check(&format!("{reads}{READS}"))?;
     let after = counters()?;
-    expect(said.contains(&format!("{READS}+0 records in")), || {
-        format!("The guest has not read: {said}")
+    expect(output.contains(&format!("{READS}+0 records in")), || {
+        format!("The guest has not read: {output}")
     })?;
     expect(after.exits > before.exits, || {
         "KVM has counted nothing".to_owned()
@@ -381,15 +381,15 @@ fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<RequestOutcome, Fai
             break;
         }
     }
-    let said = subject.check(
+    let output = subject.check(
         "rm /run/load
         while [ ! -e /run/outcome ]; do sleep 0.1; done
         [ $(cat /run/outcome) = 0 ] || { cat /run/fio; exit 1; }
         dmesg | grep -E 'timeout|abort|reset|I/O Cmd|I/O error' || true",
     )?;
     // The kernel must have logged no such message about either drive.
-    expect(said.trim().is_empty(), || {
-        format!("The guest's kernel tells of it: {}", said.trim())
+    expect(output.trim().is_empty(), || {
+        format!("The guest's kernel tells of it: {}", output.trim())
     })?;
     Ok(outcome)
 }
@@ -401,7 +401,7 @@ fn resets(subject: &mut Subject<'_>) -> Result<RequestOutcome, Failure> {
         .option("filename", &format!("/dev/{controller}n1"))
         .option("size", "2m")
         .with_verification();
-    let said = subject.check(&format!(
+    let output = subject.check(&format!(
         "set_up() {{ dmesg | grep -c '{controller}: .* default/read/poll queues'; }}
         before=$(set_up)
         touch /run/load
@@ -415,9 +415,10 @@ fn resets(subject: &mut Subject<'_>) -> Result<RequestOutcome, Failure> {
         echo $(cat /sys/class/nvme/{controller}/state), $(($(set_up) - before)) times anew",
         load = load.script(),
     ))?;
-    expect(said.trim() == format!("live, {RESETS} times anew"), || {
-        format!("The controller is {said}")
-    })?;
+    expect(
+        output.trim() == format!("live, {RESETS} times anew"),
+        || format!("The controller is {output}"),
+    )?;
     Ok(RequestOutcome::Done)
 }
 

@@ -113,16 +113,16 @@ fn tightest_limit(
     let limits = groups.lines().filter_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);
         let (controllers, group) = (fields.next()?, fields.next()?);
-        let (folder, version) = match controllers {
+        let (dir, version) = match controllers {
             "" => (root.to_owned(), 0),
             names if names.split(',').any(|name| name == controller.name) => (root.join(names), 1),
             _ => return None,
         };
         let (files, keys) = (controller.files[version], controller.reclaimable[version]);
-        let group = folder.join(group.trim_start_matches('/'));
+        let group = dir.join(group.trim_start_matches('/'));
         let above = group
             .ancestors()
-            .take_while(|above| above.starts_with(&folder));
+            .take_while(|above| above.starts_with(&dir));
         let limits = above.filter_map(|group| {
             let file = group.join(files.0);
             let most = number(file.clone())?;

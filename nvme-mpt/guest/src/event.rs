@@ -143,13 +143,15 @@ impl EventQueue {
         Ok(Self::with_eventfd(eventfd))
     }
 
-    /// Creates an empty queue whose eventfd another process reads. The eventfd is `kept`, which an earlier queue used, or a new
-    /// one.
+    /// Creates an empty queue whose eventfd another process reads. The eventfd is `persisted_eventfd`, or a new one.
     ///
     /// # Errors
     /// Returns the kernel's error when there are no file descriptors left.
-    pub fn with_remote_reader(kept: Option<EventFd>, reader: EventReader) -> io::Result<Self> {
-        let eventfd = match kept {
+    pub fn with_remote_reader(
+        persisted_eventfd: Option<EventFd>,
+        reader: EventReader,
+    ) -> io::Result<Self> {
+        let eventfd = match persisted_eventfd {
             Some(eventfd) => eventfd,
             None => EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
         };
@@ -272,8 +274,8 @@ mod tests {
         let events = queue.take();
         assert_eq!(events.len(), CAPACITY);
         assert_eq!(events.last(), Some(&changed));
-        let told = events.iter().filter(|event| **event == changed);
-        assert_eq!(told.count(), 1);
+        let reports = events.iter().filter(|event| **event == changed);
+        assert_eq!(reports.count(), 1);
     }
 
     #[test]

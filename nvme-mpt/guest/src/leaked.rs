@@ -13,6 +13,6 @@ static LEAKED: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
 /// Keeps a value until the process ends.
 pub fn leak(value: impl Any + Send) {
     // A panic cannot leave the list inconsistent.
-    let mut kept = LEAKED.lock().unwrap_or_else(PoisonError::into_inner);
-    kept.push(Box::new(value));
+    let mut leaked = LEAKED.lock().unwrap_or_else(PoisonError::into_inner);
+    leaked.push(Box::new(value));
 }

@@ -122,34 +122,34 @@ impl MemoryAccount {
     }
 
     /// Checks whether the host and the control group can give `bytes` in addition to `others`, the bytes promised to other
-    /// functions. `kept` returns the bytes of a total that have to stay free.
+    /// functions. `reserve` returns the bytes of a total that have to stay free.
     fn check_available(
         &self,
         bytes: u64,
         others: u64,
-        kept: fn(u64) -> u64,
+        reserve: fn(u64) -> u64,
     ) -> Result<(), MemoryShortage> {
         let wanted = bytes.saturating_add(others);
         if let (Some(total), Some(available)) = (self.total(), self.available()) {
             // Memory in huge page pools is not available for other uses.
             let huge = self.read_stat("proc/meminfo", "Hugetlb:").unwrap_or(0);
-            let kept = kept(total.saturating_sub(huge.saturating_mul(1024)));
-            if wanted.saturating_add(kept) > available {
+            let reserved = reserve(total.saturating_sub(huge.saturating_mul(1024)));
+            if wanted.saturating_add(reserved) > available {
                 return Err(MemoryShortage::Host {
                     available,
-                    kept,
+                    reserved,
                     others,
                 });
             }
         }
         if let Some(limit) = memory_limit_in(&self.root) {
-            let (available, kept) = (limit.remaining(), kept(limit.limit));
-            if wanted.saturating_add(kept) > available {
+            let (available, reserved) = (limit.remaining(), reserve(limit.limit));
+            if wanted.saturating_add(reserved) > available {
                 return Err(MemoryShortage::Group {
                     file: limit.file,
                     limit: limit.limit,
                     available,
-                    kept,
+                    reserved,
                     others,
                 });
             }
@@ -318,19 +318,19 @@ impl Drop for OngoingPinning<'_> {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum MemoryShortage {
     /// The host has too little free memory.
-    #[error("the host has {} available, of which {} stay free{}", rounded(*.available), rounded(*.kept), PromisedToOthers(*.others))]
+    #[error("the host has {} available, of which {} stay free{}", rounded(*.available), rounded(*.reserved), PromisedToOthers(*.others))]
     Host {
         /// Bytes that the host can give without swapping.
         available: u64,
         /// Bytes of those available that have to stay free, as a reserve of the host.
-        kept: u64,
+        reserved: u64,
         /// Bytes promised to other functions.
         others: u64,
     },
     /// A control group of this process has too little memory left until its limit.
     #[error(
         "this process's control group has {} left of {} ({}; MemoryMax= of a unit), of which {} stay free{}",
-        rounded(*.available), rounded(*.limit), .file.display(), rounded(*.kept), PromisedToOthers(*.others)
+        rounded(*.available), rounded(*.limit), .file.display(), rounded(*.reserved), PromisedToOthers(*.others)
     )]
     Group {
         /// File that contains the limit.
@@ -340,7 +340,7 @@ pub enum MemoryShortage {
         /// Bytes that are left until the limit.
         available: u64,
         /// Bytes of those left that have to stay free, as a reserve of the control group.
-        kept: u64,
+        reserved: u64,
         /// Bytes promised to other functions.
         others: u64,
     },
@@ -385,16 +385,16 @@ mod tests {
 
     #[test]
     fn figures_are_those_of_the_kernels_files() {
-        let folder = tempfile::tempdir().unwrap();
-        let memory = MemoryAccount::with_root(folder.path());
+        let dir = tempfile::tempdir().unwrap();
+        let memory = MemoryAccount::with_root(dir.path());
         assert_eq!((memory.total(), memory.available()), (None, None));
         // Without information about memory, no request is refused.
         promise(&memory, u64::MAX).unwrap();
         let meminfo = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:       5 kB\n";
-        write(folder.path(), "proc/meminfo", meminfo);
-        let figures = (memory.total(), memory.available());
-        assert_eq!(figures, (Some(9 << 10), Some(5 << 10)));
-        write(folder.path(), "proc/meminfo", "MemTotal:  many kB\n");
+        write(dir.path(), "proc/meminfo", meminfo);
+        let sizes = (memory.total(), memory.available());
+        assert_eq!(sizes, (Some(9 << 10), Some(5 << 10)));
+        write(dir.path(), "proc/meminfo", "MemTotal:  many kB\n");
         assert_eq!((memory.total(), memory.available()), (None, None));
         let host = MemoryAccount::for_host();
         assert!(host.total() > host.available());
@@ -406,8 +406,8 @@ mod tests {
 
         use nvme_mpt_memory::{Mapping, MappingAccess, memfd};
 
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path();
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
         let account = MemoryAccount::with_root(root);
         let file = memfd(c"words", 4096).unwrap();
         let words = Mapping::shared(file.as_fd(), 0, 4096, MappingAccess::ReadWrite).unwrap();
@@ -431,8 +431,8 @@ mod tests {
 
     #[test]
     fn promises_are_kept_together() {
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path();
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
         let memory = MemoryAccount::with_root(root);
         let meminfo = "MemTotal: 33554432 kB\nMemAvailable: 10485760 kB\n";
         write(root, "proc/meminfo", meminfo);
@@ -440,7 +440,7 @@ mod tests {
         let shortage = promise(&memory, 5 * GIB).unwrap_err();
         let expected = MemoryShortage::Host {
             available: 10 * GIB,
-            kept: GIB,
+            reserved: GIB,
             others: 5 * GIB,
         };
         assert_eq!(shortage, expected);
@@ -462,8 +462,8 @@ mod tests {
     #[test]
     fn a_function_has_a_little_of_what_stays_free() {
         const MIB: u64 = 1 << 20;
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path();
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
         let memory = MemoryAccount::with_root(root);
         let tell = |available_mib: u64, huge_mib: u64| {
             let [available, huge] = [available_mib, huge_mib].map(|mib| mib << 10);
@@ -513,8 +513,8 @@ mod tests {
     fn processes_that_the_kernel_ends_in_other_groups_do_not_count() {
         use nvme_mpt_memory::Mapping;
 
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path();
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
         let account = MemoryAccount::with_root(root);
         let words = Arc::new(Mapping::anonymous(4096).unwrap());
         let word = |offset| MappedWord64::new(&words, offset).unwrap();
@@ -541,8 +541,8 @@ mod tests {
 
     #[test]
     fn a_control_group_bounds_what_is_promised() {
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path();
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
         let memory = MemoryAccount::with_root(root);
         let meminfo = "MemTotal: 33554432 kB\nMemAvailable: 10485760 kB\n";
         write(root, "proc/meminfo", meminfo);
@@ -552,13 +552,13 @@ mod tests {
         write(root, &format!("{group}/memory.current"), "536870912\n");
         assert!(promise(&memory, GIB / 16 * 7).is_ok());
         let shortage = promise(&memory, GIB / 2).unwrap_err();
-        let told = shortage.to_string();
+        let message = shortage.to_string();
         for part in [
             "has 512M left of 1G",
             "a.service/memory.max",
             "64M stay free",
         ] {
-            assert!(told.contains(part), "{told}");
+            assert!(message.contains(part), "{message}");
         }
     }
 }

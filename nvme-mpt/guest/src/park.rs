@@ -43,10 +43,10 @@ pub struct ParkWaker<B> {
 }
 
 impl<B: WakeTarget> ParkWaker<B> {
-    fn with_target(bell: B) -> Self {
+    fn with_target(waker: B) -> Self {
         Self {
             parked: AtomicBool::new(false),
-            target: bell,
+            target: waker,
         }
     }
 
@@ -221,39 +221,39 @@ mod loom_models {
     /// Runs the poller's loop until it has seen `goal`. A lost wake-up is a deadlock, which the model checker reports.
     fn poll_until(
         goal: u32,
-        bell: &ParkWaker<LoomWakeTarget>,
-        mut look: impl FnMut() -> u32,
+        waker: &ParkWaker<LoomWakeTarget>,
+        mut read_doorbell: impl FnMut() -> u32,
         mut arm: impl FnMut(u32),
     ) {
         loop {
-            let seen = look();
+            let seen = read_doorbell();
             if seen == goal {
                 return;
             }
             arm(seen);
-            bell.begin_park();
-            if look() == seen {
-                bell.target.sleep();
+            waker.begin_park();
+            if read_doorbell() == seen {
+                waker.target.sleep();
             }
-            bell.end_park();
+            waker.end_park();
         }
     }
 
     #[test]
     fn a_trapped_doorbell_is_never_missed() {
         loom::model(|| {
-            let bell = loom::sync::Arc::new(ParkWaker::with_target(LoomWakeTarget::default()));
+            let waker = loom::sync::Arc::new(ParkWaker::with_target(LoomWakeTarget::default()));
             let doorbell = loom::sync::Arc::new(AtomicU32::new(0));
             let guest = {
-                let (bell, doorbell) = (bell.clone(), doorbell.clone());
+                let (waker, doorbell) = (waker.clone(), doorbell.clone());
                 thread::spawn(move || {
                     for tail in 1..=2 {
                         SharedWord::store(&doorbell, tail);
-                        bell.wake();
+                        waker.wake();
                     }
                 })
             };
-            poll_until(2, &bell, || SharedWord::load(&doorbell), |_| ());
+            poll_until(2, &waker, || SharedWord::load(&doorbell), |_| ());
             guest.join().unwrap();
         });
     }
@@ -265,22 +265,22 @@ mod loom_models {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(|| {
-            let bell = loom::sync::Arc::new(ParkWaker::with_target(LoomWakeTarget::default()));
+            let waker = loom::sync::Arc::new(ParkWaker::with_target(LoomWakeTarget::default()));
             let shadow = loom::sync::Arc::new(AtomicU32::new(0));
             let word = loom::sync::Arc::new(AtomicU32::new(0));
             let first = RingIndex::new(RingSize::new(ENTRIES).expect("entries"));
             let mut event_idx = EventIdx::new(word.clone(), first);
             let guest = {
-                let (bell, shadow) = (bell.clone(), shadow.clone());
+                let (waker, shadow) = (waker.clone(), shadow.clone());
                 thread::spawn(move || {
                     let mut old = 0;
                     for tail in 1..=2 {
                         SharedWord::store(&shadow, tail);
                         fence(Ordering::SeqCst);
-                        let asked = SharedWord::load(&word);
-                        if crate::doorbell::tests::driver_writes_register(asked, tail, old) {
+                        let requested = SharedWord::load(&word);
+                        if crate::doorbell::tests::driver_writes_register(requested, tail, old) {
                             // A register write reaches the poller through the function's control thread.
-                            bell.wake();
+                            waker.wake();
                         }
                         old = tail;
                     }
@@ -288,7 +288,7 @@ mod loom_models {
             };
             poll_until(
                 2,
-                &bell,
+                &waker,
                 || SharedWord::load(&shadow),
                 |seen| event_idx.arm(seen),
             );
@@ -306,7 +306,7 @@ mod loom_models {
     }
 
     impl ToggledDoorbell {
-        fn write(&self, tail: u32, bell: &ParkWaker<LoomWakeTarget>) {
+        fn write(&self, tail: u32, waker: &ParkWaker<LoomWakeTarget>) {
             let mapped = self.mapped.lock().unwrap();
             if *mapped {
                 SharedWord::store(&self.value, tail);
@@ -314,7 +314,7 @@ mod loom_models {
                 drop(mapped);
                 // The VMM handles the exit at any later time.
                 SharedWord::store(&self.value, tail);
-                bell.wake();
+                waker.wake();
             }
         }
     }
@@ -324,24 +324,24 @@ mod loom_models {
     fn poll_toggled(
         goal: u32,
         doorbell: &ToggledDoorbell,
-        silence: &UntrappedDoorbells,
-        bell: &ParkWaker<LoomWakeTarget>,
+        untrapped: &UntrappedDoorbells,
+        waker: &ParkWaker<LoomWakeTarget>,
     ) {
         loop {
             let seen = SharedWord::load(&doorbell.value);
             if seen == goal {
                 return;
             }
-            bell.begin_park();
-            let timed = silence.is_set();
+            waker.begin_park();
+            let timed = untrapped.is_set();
             if SharedWord::load(&doorbell.value) == seen {
                 if timed {
                     thread::yield_now();
                 } else {
-                    bell.target.sleep();
+                    waker.target.sleep();
                 }
             }
-            bell.end_park();
+            waker.end_park();
         }
     }
 
@@ -352,26 +352,26 @@ mod loom_models {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(move || {
-            let bell = loom::sync::Arc::new(ParkWaker::with_target(LoomWakeTarget::default()));
-            let silence = loom::sync::Arc::new(UntrappedDoorbells::new(was_mapped));
+            let waker = loom::sync::Arc::new(ParkWaker::with_target(LoomWakeTarget::default()));
+            let untrapped = loom::sync::Arc::new(UntrappedDoorbells::new(was_mapped));
             let doorbell = loom::sync::Arc::new(ToggledDoorbell {
                 mapped: Mutex::new(was_mapped),
                 value: loom::sync::Arc::default(),
             });
             let guest = {
-                let (bell, doorbell) = (bell.clone(), doorbell.clone());
+                let (waker, doorbell) = (waker.clone(), doorbell.clone());
                 thread::spawn(move || {
                     for tail in 1..=2 {
-                        doorbell.write(tail, &bell);
+                        doorbell.write(tail, &waker);
                     }
                 })
             };
             let control = {
-                let (bell, doorbell) = (bell.clone(), doorbell.clone());
-                let silence = silence.clone();
-                thread::spawn(move || toggle(&doorbell, &silence, &bell))
+                let (waker, doorbell) = (waker.clone(), doorbell.clone());
+                let untrapped = untrapped.clone();
+                thread::spawn(move || toggle(&doorbell, &untrapped, &waker))
             };
-            poll_toggled(2, &doorbell, &silence, &bell);
+            poll_toggled(2, &doorbell, &untrapped, &waker);
             guest.join().unwrap();
             control.join().unwrap();
         });
@@ -379,21 +379,21 @@ mod loom_models {
 
     fn map(
         doorbell: &ToggledDoorbell,
-        silence: &UntrappedDoorbells,
-        bell: &ParkWaker<LoomWakeTarget>,
+        untrapped: &UntrappedDoorbells,
+        waker: &ParkWaker<LoomWakeTarget>,
     ) {
-        silence.set();
-        bell.wake();
+        untrapped.set();
+        waker.wake();
         *doorbell.mapped.lock().unwrap() = true;
     }
 
     fn unmap(
         doorbell: &ToggledDoorbell,
-        silence: &UntrappedDoorbells,
+        untrapped: &UntrappedDoorbells,
         _: &ParkWaker<LoomWakeTarget>,
     ) {
         *doorbell.mapped.lock().unwrap() = false;
-        silence.clear();
+        untrapped.clear();
     }
 
     #[test]
@@ -408,9 +408,9 @@ mod loom_models {
 
     #[test]
     fn a_doorbell_that_is_unmapped_and_mapped_meanwhile_is_never_missed() {
-        toggled(true, |doorbell, silence, bell| {
-            unmap(doorbell, silence, bell);
-            map(doorbell, silence, bell);
+        toggled(true, |doorbell, untrapped, bell| {
+            unmap(doorbell, untrapped, bell);
+            map(doorbell, untrapped, bell);
         });
     }
 }

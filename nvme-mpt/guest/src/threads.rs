@@ -70,10 +70,11 @@ fn log_failure(name: &str, error: &io::Error) {
     static LAST_LOGGED: AtomicU64 = AtomicU64::new(0);
     // The value 0 means that nothing was logged yet.
     let now = clock::monotonic().as_secs() + 1;
-    let said = LAST_LOGGED.load(Ordering::Relaxed);
-    let is_due = said == 0 || now >= said + 10;
+    let last_logged = LAST_LOGGED.load(Ordering::Relaxed);
+    let is_due = last_logged == 0 || now >= last_logged + 10;
     let is_ours = || {
-        let taken = LAST_LOGGED.compare_exchange(said, now, Ordering::Relaxed, Ordering::Relaxed);
+        let taken =
+            LAST_LOGGED.compare_exchange(last_logged, now, Ordering::Relaxed, Ordering::Relaxed);
         taken.is_ok()
     };
     if is_due && is_ours() {
@@ -120,7 +121,7 @@ pub fn run_alongside<T>(
 
 impl fmt::Debug for ThreadSpawner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Threads").finish_non_exhaustive()
+        f.debug_struct("ThreadSpawner").finish_non_exhaustive()
     }
 }
 
@@ -135,8 +136,11 @@ mod tests {
             limit: 12,
             used,
         };
-        let told = limit_hint(Some(limit(12)));
-        assert!(told.contains("/sys/fs/cgroup/a/pids.max is 12"), "{told}");
+        let message = limit_hint(Some(limit(12)));
+        assert!(
+            message.contains("/sys/fs/cgroup/a/pids.max is 12"),
+            "{message}"
+        );
         for other in [Some(limit(11)), None] {
             assert!(limit_hint(other).contains("ulimit -u"));
         }

@@ -229,7 +229,7 @@ impl KeyValueController {
         model: &'static str,
         capacity: u64,
         profile: &KvProfile,
-        home: KeyValueStorage,
+        storage: KeyValueStorage,
     ) -> Self {
         let limits = ControllerLimits {
             mdts: MAX_TRANSFER_LOG2 - 12,
@@ -262,7 +262,7 @@ impl KeyValueController {
                 .timing
                 .as_ref()
                 .map(|timing| Arc::new(KvModel::new(timing, TickUnit::Host))),
-            storage: home,
+            storage,
             iova_space: Arc::new(IovaSpace::software()),
         }
     }
@@ -272,8 +272,8 @@ impl KeyValueController {
     pub fn memory(capacity: u64, profile: &KvProfile) -> Self {
         let identity = format!("memory:{capacity}");
         let model = "nvme-mpt memory key value drive";
-        let home = KeyValueStorage::Memory(Mutex::default());
-        Self::new(identity.into(), model, capacity, profile, home)
+        let storage = KeyValueStorage::Memory(Mutex::default());
+        Self::new(identity.into(), model, capacity, profile, storage)
     }
 
     /// Creates a drive in a file, which a thread started through `threads` reads and writes. An empty file becomes a drive
@@ -287,15 +287,16 @@ impl KeyValueController {
         threads: &ThreadSpawner,
     ) -> Result<Self, KeyValueError> {
         let pairs = KeyValueFile::open(path, threads)?;
-        let origin = BackingId::from_path(pairs.path()).map_err(|source| KeyValueError::Io {
-            path: pairs.path().to_owned(),
-            source,
-        })?;
-        let identity = origin.identity().clone();
+        let backing_id =
+            BackingId::from_path(pairs.path()).map_err(|source| KeyValueError::Io {
+                path: pairs.path().to_owned(),
+                source,
+            })?;
+        let identity = backing_id.identity().clone();
         let model = "nvme-mpt file key value drive";
         let capacity = pairs.capacity();
-        let home = KeyValueStorage::File(Arc::new(pairs));
-        Ok(Self::new(identity, model, capacity, profile, home))
+        let storage = KeyValueStorage::File(Arc::new(pairs));
+        Ok(Self::new(identity, model, capacity, profile, storage))
     }
 
     /// Sets a timeout for transactions on the file. If a transaction exceeds it, the queues that wait for the transaction fail.
@@ -337,7 +338,7 @@ impl HostController for KeyValueController {
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
         let bytes = request.single_part()?.bytes(request.namespace.lba_shift);
         let name = bytes.start();
-        let home = match &self.storage {
+        let storage = match &self.storage {
             KeyValueStorage::Memory(spaces) => {
                 // The state is consistent at each point at which a panic can occur.
                 let mut spaces = spaces.lock().unwrap_or_else(PoisonError::into_inner);
@@ -351,7 +352,7 @@ impl HostController for KeyValueController {
                 value_bytes_max: self.value_bytes_max,
             },
             timing: self.timing.clone(),
-            storage: home,
+            storage,
         }))
     }
 

@@ -31,7 +31,7 @@ impl MemoryKeySpace {
         let MemoryKeySpaceState { pairs, usage } = &mut *self.lock();
         let result = match request {
             KvRequest::Query(query) => execute_query(pairs, query),
-            KvRequest::Change(asked) => execute_change(pairs, usage, capacity, asked),
+            KvRequest::Change(change) => execute_change(pairs, usage, capacity, change),
             KvRequest::Batch(steps) => execute_batch(pairs, usage, capacity, steps),
         };
         match result {

@@ -145,12 +145,9 @@ pub(super) fn execute_query<P: KeyValuePairs>(
     query: KvQuery,
 ) -> Result<KvReply, P::Error> {
     match query {
-        KvQuery::Retrieve {
-            key,
-            max_bytes: room,
-        } => {
+        KvQuery::Retrieve { key, max_bytes } => {
             let found = pairs.with_value(&key, |value| KvReply {
-                data: value.get(..room).unwrap_or(value).to_vec(),
+                data: value.get(..max_bytes).unwrap_or(value).to_vec(),
                 ..size_reply(value.len())
             })?;
             Ok(found.unwrap_or(KEY_MISSING))
@@ -159,11 +156,8 @@ pub(super) fn execute_query<P: KeyValuePairs>(
             let found = pairs.with_value(&key, |value| size_reply(value.len()))?;
             Ok(found.unwrap_or(KEY_MISSING))
         }
-        KvQuery::List {
-            from,
-            max_bytes: room,
-        } => {
-            let mut list = KvKeyList::new(room);
+        KvQuery::List { from, max_bytes } => {
+            let mut list = KvKeyList::new(max_bytes);
             pairs.for_each_key(&from, |key| list.push(key))?;
             Ok(KvReply {
                 data: list.into_bytes(),
@@ -196,7 +190,7 @@ pub(super) fn execute_batch<P: KeyValuePairsMut>(
             Ok(step) => {
                 reply.step_work.push(step.work());
                 let ended = match step {
-                    KvBatchStep::Change(asked) => execute_change(pairs, usage, capacity, asked)?,
+                    KvBatchStep::Change(change) => execute_change(pairs, usage, capacity, change)?,
                     KvBatchStep::Exist { key } => execute_query(pairs, KvQuery::Exist { key })?,
                 };
                 to_step_status(ended.status)
@@ -232,15 +226,15 @@ pub(super) fn execute_change<P: KeyValuePairsMut>(
             value,
             only_if,
         } => {
-            let there = pairs.with_value(&key, <[u8]>::len)?;
-            match (only_if, there) {
+            let stored_len = pairs.with_value(&key, <[u8]>::len)?;
+            match (only_if, stored_len) {
                 (Some(KeyPresence::Absent), Some(_)) => {
                     return Ok(KvReply::from_status(Status::KEY_EXISTS));
                 }
                 (Some(KeyPresence::Present), None) => return Ok(KEY_MISSING),
                 _ => {}
             }
-            let left = usage.bytes.saturating_sub(there.map_or(0, footprint));
+            let left = usage.bytes.saturating_sub(stored_len.map_or(0, footprint));
             let bytes = left + footprint(value.len());
             // A smaller value always fits. So a guest can reduce its usage after its lease became smaller than its content.
             if bytes > capacity && bytes >= usage.bytes {
@@ -248,15 +242,15 @@ pub(super) fn execute_change<P: KeyValuePairsMut>(
             }
             pairs.insert(&key, value)?;
             usage.bytes = bytes;
-            usage.keys += u64::from(there.is_none());
+            usage.keys += u64::from(stored_len.is_none());
             Ok(KvReply::SUCCESS)
         }
         KvChange::Delete { key } => {
-            let Some(there) = pairs.with_value(&key, <[u8]>::len)? else {
+            let Some(stored_len) = pairs.with_value(&key, <[u8]>::len)? else {
                 return Ok(KEY_MISSING);
             };
             pairs.remove(&key)?;
-            usage.bytes = usage.bytes.saturating_sub(footprint(there));
+            usage.bytes = usage.bytes.saturating_sub(footprint(stored_len));
             usage.keys = usage.keys.saturating_sub(1);
             Ok(KvReply::SUCCESS)
         }

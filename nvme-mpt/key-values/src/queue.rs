@@ -147,17 +147,17 @@ impl KvFileThreadProgress {
 
 impl KeyValueQueue {
     pub(super) fn new(keys: KeySpace, slots: u16) -> io::Result<Self> {
-        let room = usize::from(slots);
+        let capacity = usize::from(slots);
         let lane = match keys.storage {
             KeySpaceStorage::Memory(space) => KvRequestRoute::Memory(space),
             KeySpaceStorage::File(pairs, name) => KvRequestRoute::File(KvFileRoute {
                 pairs,
                 name,
-                mailbox: Arc::new(KvReplyQueue::new(room)?),
-                inflight: vec![Sqe::default(); room].into_boxed_slice(),
-                waiting: VecDeque::with_capacity(room),
+                mailbox: Arc::new(KvReplyQueue::new(capacity)?),
+                inflight: vec![Sqe::default(); capacity].into_boxed_slice(),
+                waiting: VecDeque::with_capacity(capacity),
                 bytes: 0,
-                replies: Vec::with_capacity(room),
+                replies: Vec::with_capacity(capacity),
                 inflight_count: 0,
                 progress: KvFileThreadProgress::new(),
                 has_failed: false,
@@ -166,9 +166,9 @@ impl KeyValueQueue {
         Ok(Self {
             format: keys.format,
             route: lane,
-            submitted: Vec::with_capacity(room),
+            submitted: Vec::with_capacity(capacity),
             ended: EndedKvCommands {
-                completed: Vec::with_capacity(room),
+                completed: Vec::with_capacity(capacity),
                 pacer: keys
                     .timing
                     .map(|model| KvCompletionPacer::new(model, slots)),
@@ -185,7 +185,7 @@ impl KvFileRoute {
         memory: HostMemory<'_>,
         ended: &mut EndedKvCommands,
     ) {
-        let mut asked = Vec::new();
+        let mut requests = Vec::new();
         while let Some(sqe) = self.waiting.front() {
             let bytes = request_bytes(sqe);
             if self.bytes > 0 && self.bytes + bytes > INFLIGHT_BYTES_MAX {
@@ -202,7 +202,7 @@ impl KvFileRoute {
                     };
                     *place = sqe;
                     self.bytes += bytes;
-                    asked.push(QueuedKvRequest {
+                    requests.push(QueuedKvRequest {
                         mailbox: self.mailbox.clone(),
                         slot,
                         capacity: format.capacity,
@@ -213,14 +213,14 @@ impl KvFileRoute {
                 Err(status) => ended.add(&sqe, &KvReply::from_status(status), memory),
             }
         }
-        if asked.is_empty() {
+        if requests.is_empty() {
             return;
         }
         if self.inflight_count == 0 {
             self.progress.restart(self.pairs.batches());
         }
-        self.inflight_count += asked.len();
-        self.pairs.submit_requests(self.name, asked);
+        self.inflight_count += requests.len();
+        self.pairs.submit_requests(self.name, requests);
     }
 
     /// Checks periodically whether the thread makes progress.
@@ -230,12 +230,12 @@ impl KvFileRoute {
             return;
         }
         let timeout = self.pairs.timeout();
-        let looks = timeout.map(checks_in);
-        let standstill = self
+        let checks = timeout.map(checks_in);
+        let pause = self
             .progress
-            .check_progress(now, self.pairs.batches(), looks);
+            .check_progress(now, self.pairs.batches(), checks);
         let (path, requests) = (self.pairs.path().display(), self.inflight_count);
-        match standstill {
+        match pause {
             KvFileThreadDelay::Short => {}
             KvFileThreadDelay::Overdue => warn!(
                 "The kernel has not completed a transaction on {path} for over {:?}: {requests} commands of a queue \
@@ -317,18 +317,18 @@ fn to_request(
         }
         KvOpcode::DELETE => KvRequest::Change(KvChange::Delete { key }),
         KvOpcode::RETRIEVE => {
-            let room = KvRetrieveCommand::from(sqe).hbs as usize;
+            let buffer_bytes = KvRetrieveCommand::from(sqe).hbs as usize;
             KvRequest::Query(KvQuery::Retrieve {
                 key,
-                max_bytes: room,
+                max_bytes: buffer_bytes,
             })
         }
         KvOpcode::EXIST => KvRequest::Query(KvQuery::Exist { key }),
         KvOpcode::LIST => {
-            let room = KvListCommand::from(sqe).hbs as usize;
+            let buffer_bytes = KvListCommand::from(sqe).hbs as usize;
             KvRequest::Query(KvQuery::List {
                 from: key,
-                max_bytes: room,
+                max_bytes: buffer_bytes,
             })
         }
         _ => return Err(Status::INVALID_OPCODE),
@@ -356,8 +356,8 @@ fn read_value(sqe: &Sqe, len: u32, memory: HostMemory<'_>) -> Result<Vec<u8>, St
     }
     let mut rest = value.as_mut_slice();
     DataPointer::from_sqe(sqe).for_each_piece(memory, len.into(), |part| {
-        let (here, after) = std::mem::take(&mut rest).split_at_mut(part.len());
-        part.copy_to(here);
+        let (chunk, after) = std::mem::take(&mut rest).split_at_mut(part.len());
+        part.copy_to(chunk);
         rest = after;
     })?;
     Ok(value)
@@ -384,11 +384,11 @@ fn copy_to_host(sqe: &Sqe, data: &[u8], memory: HostMemory<'_>) -> Result<(), St
         return Ok(());
     }
     // The length of the host's buffer, and not of the data, decides whether PRP2 points to a list.
-    let room = KvRetrieveCommand::from(sqe).hbs;
+    let buffer_bytes = KvRetrieveCommand::from(sqe).hbs;
     let mut rest = data;
-    DataPointer::from_sqe(sqe).for_each_piece(memory, room.into(), |part| {
-        let (here, after) = rest.split_at(rest.len().min(part.len()));
-        part.copy_from(here);
+    DataPointer::from_sqe(sqe).for_each_piece(memory, buffer_bytes.into(), |part| {
+        let (chunk, after) = rest.split_at(rest.len().min(part.len()));
+        part.copy_from(chunk);
         rest = after;
     })
 }
@@ -486,7 +486,7 @@ impl HostQueue for KeyValueQueue {
     }
 
     fn next_due(&self) -> Option<Ticks> {
-        let look = match &self.route {
+        let check_interval = match &self.route {
             KvRequestRoute::File(lane) if lane.inflight_count > 0 && !lane.has_failed => {
                 Some(lane.progress.age_timer.next)
             }
@@ -497,7 +497,7 @@ impl HostQueue for KeyValueQueue {
             .pacer
             .as_ref()
             .and_then(KvCompletionPacer::next_due);
-        [look, due].into_iter().flatten().min()
+        [check_interval, due].into_iter().flatten().min()
     }
 
     fn has_failed(&self) -> bool {
@@ -510,13 +510,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stalled_thread_is_reported_once_and_waited_for() {
+    fn a_blocked_thread_is_reported_once_and_waited_for() {
         let day = checks_in(std::time::Duration::from_secs(24 * 3600));
         let lost = checks_in(std::time::Duration::from_secs(45));
         for timeout in [None, Some(lost)] {
             let mut progress = KvFileThreadProgress::new();
-            let mut stands = |batches, looks: u32| -> Vec<KvFileThreadDelay> {
-                let found = (0..looks).map(|_| progress.check_progress(Ticks(0), batches, timeout));
+            let mut stands = |batches, checks: u32| -> Vec<KvFileThreadDelay> {
+                let found =
+                    (0..checks).map(|_| progress.check_progress(Ticks(0), batches, timeout));
                 found
                     .filter(|found| *found != KvFileThreadDelay::Short)
                     .collect()

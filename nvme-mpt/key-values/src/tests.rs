@@ -17,8 +17,8 @@ fn open(path: &Path) -> Result<KeyValueController, KeyValueError> {
 }
 
 /// Creates an empty file.
-fn create_empty_file(folder: &Path, len: u64) -> PathBuf {
-    let path = folder.join("drive.img");
+fn create_empty_file(dir: &Path, len: u64) -> PathBuf {
+    let path = dir.join("drive.img");
     File::create(&path)
         .and_then(|file| file.set_len(len))
         .expect("room");
@@ -31,8 +31,8 @@ fn capacity(drive: &KeyValueController) -> u64 {
 
 #[test]
 fn an_empty_file_becomes_a_drive_of_its_size() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = create_empty_file(folder.path(), 64 << 20);
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = create_empty_file(dir.path(), 64 << 20);
     let drive = open(&path).expect("empty");
     assert_eq!(capacity(&drive), 64 << 20);
     let length = fs::metadata(&path).expect("there").len();
@@ -50,8 +50,8 @@ fn an_empty_file_becomes_a_drive_of_its_size() {
 
 #[test]
 fn a_file_is_open_once() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = create_empty_file(folder.path(), 1 << 20);
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = create_empty_file(dir.path(), 1 << 20);
     let drive = open(&path).expect("empty");
     let error = open(&path).expect_err("locked");
     assert!(matches!(error, KeyValueError::InUse { .. }), "{error}");
@@ -76,8 +76,8 @@ fn a_file_is_open_once() {
 
 #[test]
 fn other_files_are_refused_and_unchanged() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = create_empty_file(folder.path(), 4 << 20);
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = create_empty_file(dir.path(), 4 << 20);
     let file = File::options().write(true).open(&path).expect("there");
     // A file system may have its superblock here, for example.
     file.write_all_at(&[1], 3 << 20).expect("written");
@@ -87,10 +87,10 @@ fn other_files_are_refused_and_unchanged() {
     assert_eq!(bytes.len(), 4 << 20);
     assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), 1);
 
-    let error = open(folder.path()).expect_err("a folder");
+    let error = open(dir.path()).expect_err("a folder");
     assert!(matches!(error, KeyValueError::NotAFile(_)), "{error}");
 
-    let path = create_empty_file(folder.path(), 1 << 20);
+    let path = create_empty_file(dir.path(), 1 << 20);
     drop(open(&path).expect("empty"));
     let file = File::options().write(true).open(&path).expect("there");
     // Overwrites the middle of the database's own header.

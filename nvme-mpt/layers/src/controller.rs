@@ -27,8 +27,8 @@ use crate::faults::{FaultError, FaultInjector, FaultPlan, FaultQueue};
 use crate::store::{AnyStore, AnyStoreLease};
 use crate::zones::{DriveZones, LeasedZones, ZoneError, ZonedQueue};
 
-/// A host controller with layers in front of a [store](StoreController). A store has one namespace, and none of the properties of
-/// hardware, such as SMART data or a number of queue pairs.
+/// A host controller with layers in front of a [store](StoreController). A store has one namespace, and none of the properties
+/// of hardware, such as SMART data or a number of queue pairs.
 #[derive(Debug)]
 pub struct LayeredController {
     store: Box<dyn AnyStore>,

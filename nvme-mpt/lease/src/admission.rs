@@ -70,7 +70,7 @@ fn admit_range(
     }
     let place = request.target().candidate(range, None);
     if request.previous_data == PreviousDataPolicy::Refused
-        && let Some(left) = range_owners::find_blocking(&records.tenants, &place)
+        && let Some(left) = range_owners::find_blocking(&records.owners, &place)
     {
         return Err(LeaseRefusal::OthersData(range, left));
     }

@@ -90,17 +90,17 @@ mod tests {
     type CapacityInGib = (u64, Vec<(String, u64, bool)>);
 
     fn shown(ledger: &Ledger) -> Result<CapacityInGib, LeaseError> {
-        let room = ledger.capacity("file:/drive", Nsid(1), 10 * GIB + 4096, GIB)?;
-        let uses = room.uses.into_iter();
+        let capacity = ledger.capacity("file:/drive", Nsid(1), 10 * GIB + 4096, GIB)?;
+        let uses = capacity.uses.into_iter();
         let uses = uses.map(|entry| (entry.id, entry.bytes / GIB, entry.leased));
-        Ok((room.free / GIB, uses.collect()))
+        Ok((capacity.free / GIB, uses.collect()))
     }
 
     #[test]
     fn leases_and_data_take_room_until_the_data_is_released() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Ledger::open(&dir.path().join("state"));
-        for ledger in [folder, Ledger::in_process()] {
+        let ledger_dir = Ledger::open(&dir.path().join("state"));
+        for ledger in [ledger_dir, Ledger::in_process()] {
             assert_eq!(shown(&ledger).unwrap(), (10, vec![]));
             let a = ledger.acquire(&by_size("a", 3)).unwrap();
             let b = ledger.acquire(&by_size("b", 2)).unwrap();
@@ -124,9 +124,9 @@ mod tests {
             .acquire(&request("half", RequestedBytes::Range(half)))
             .unwrap();
         assert_eq!(shown(&ledger).unwrap().0, 9);
-        let room = ledger
+        let capacity = ledger
             .capacity("file:/other", Nsid(1), 10 * GIB, GIB)
             .unwrap();
-        assert_eq!((room.free, room.uses), (10 * GIB, vec![]));
+        assert_eq!((capacity.free, capacity.uses), (10 * GIB, vec![]));
     }
 }

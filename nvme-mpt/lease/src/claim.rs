@@ -56,7 +56,7 @@ impl LeaseClaim {
         };
         let mut parts = extents.parts().iter();
         let foreign = parts.find(|part| {
-            let found = range_owners::find_owners(&records.tenants, &area.candidate(**part, None));
+            let found = range_owners::find_owners(&records.owners, &area.candidate(**part, None));
             let own = found
                 .iter()
                 .filter(|found| found.owner.is_owned_by(area.id));
@@ -75,37 +75,40 @@ impl LeaseClaim {
     }
 
     /// Records the owner of a lease that was granted by this right.
-    pub(super) fn record_owner(self, terms: &mut LeaseSettingsById, id: &str) {
+    pub(super) fn record_owner(self, settings: &mut LeaseSettingsById, id: &str) {
         let owner = match self {
             Self::Operator | Self::OwnLease(_) => return,
             Self::ForUser(user) => Some(user),
-            Self::AnyLease(user) => terms.get(id).and_then(|terms| terms.owner).or(Some(user)),
+            Self::AnyLease(user) => settings
+                .get(id)
+                .and_then(|settings| settings.owner)
+                .or(Some(user)),
         };
-        terms.entry(id.to_owned()).or_default().owner = owner;
+        settings.entry(id.to_owned()).or_default().owner = owner;
     }
 }
 
 impl LedgerRecords {
     /// Returns the user that owns leases of `id`.
     pub(super) fn owner(&self, id: &str) -> Option<u32> {
-        self.terms.get(id)?.owner
+        self.settings.get(id)?.owner
     }
 
     /// Returns whether the ledger has a lease or data of the id.
     pub(super) fn has_id(&self, id: &str) -> bool {
         self.leases.iter().any(|record| record.id == id)
-            || self.tenants.iter().any(|tenant| tenant.id == id)
+            || self.owners.iter().any(|owner| owner.id == id)
     }
 
     /// Removes records that nothing refers to any more: settings with default values; settings and unreadable blocks of ids
     /// that have neither a lease nor data; names and facts of drives on which no id has a lease or data.
     pub(super) fn remove_unused(&mut self) {
-        let mut terms = std::mem::take(&mut self.terms);
-        terms.retain(|id, terms| *terms != LeaseSettings::default() && self.has_id(id));
-        self.terms = terms;
-        let mut marks = std::mem::take(&mut self.uncorrectable);
-        marks.retain(|marks| self.has_id(marks.id()));
-        self.uncorrectable = marks;
+        let mut settings = std::mem::take(&mut self.settings);
+        settings.retain(|id, settings| *settings != LeaseSettings::default() && self.has_id(id));
+        self.settings = settings;
+        let mut uncorrectable = std::mem::take(&mut self.uncorrectable);
+        uncorrectable.retain(|uncorrectable| self.has_id(uncorrectable.id()));
+        self.uncorrectable = uncorrectable;
         let mut namings = std::mem::take(&mut self.namings);
         namings.retain(|base, _| self.has_base(base));
         self.namings = namings;
@@ -160,8 +163,8 @@ mod tests {
 
     fn both() -> (tempfile::TempDir, [Ledger; 2]) {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Ledger::open(&dir.path().join("state"));
-        (dir, [folder, Ledger::in_process()])
+        let ledger_dir = Ledger::open(&dir.path().join("state"));
+        (dir, [ledger_dir, Ledger::in_process()])
     }
 
     fn reserve(ledger: &Ledger, request: &LeaseRequest<'_>, user: u32) {
@@ -172,8 +175,10 @@ mod tests {
     }
 
     fn owners(ledger: &Ledger) -> Vec<(String, Option<u32>)> {
-        let terms = ledger.settings().unwrap().into_iter();
-        terms.map(|(id, terms)| (id, terms.owner)).collect()
+        let settings = ledger.settings().unwrap().into_iter();
+        settings
+            .map(|(id, settings)| (id, settings.owner))
+            .collect()
     }
 
     #[test]
@@ -254,19 +259,19 @@ mod tests {
         for ledger in ledgers {
             reserve(&ledger, &range("a", "1M+1M"), ALICE);
             drop(ledger.acquire(&range("b", "3M+1M")).unwrap());
-            for (asked, data) in [
+            for (request, data) in [
                 ("0+1M", PreviousDataPolicy::Refused),
                 ("1M+2M", PreviousDataPolicy::Refused),
                 ("0+2M", PreviousDataPolicy::Wiped),
                 ("3M+1M", PreviousDataPolicy::Kept),
                 ("3M+1M", PreviousDataPolicy::Wiped),
             ] {
-                let asked = LeaseRequest {
+                let request = LeaseRequest {
                     previous_data: data,
-                    ..range("a", asked)
+                    ..range("a", request)
                 };
                 let error = ledger
-                    .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &asked)
+                    .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &request)
                     .unwrap_err();
                 assert!(matches!(error, LeaseError::NotReserved { .. }), "{error}");
             }
@@ -331,12 +336,12 @@ mod tests {
             PreviousDataPolicy::Kept,
             PreviousDataPolicy::Wiped,
         ] {
-            let asked = LeaseRequest {
+            let request = LeaseRequest {
                 previous_data: data,
                 ..range("a", "0+2M")
             };
             ledger
-                .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &asked)
+                .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &request)
                 .unwrap_err();
         }
         // When reserved again, the range is wiped completely.
@@ -345,10 +350,10 @@ mod tests {
             .unwrap();
         lease.mark_wiped().unwrap();
         drop(lease);
-        let asked = range("a", "0+2M");
+        let request = range("a", "0+2M");
         drop(
             ledger
-                .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &asked)
+                .acquire_with_claim(LeaseClaim::OwnLease(ALICE), &request)
                 .unwrap(),
         );
     }

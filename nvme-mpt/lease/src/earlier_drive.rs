@@ -33,7 +33,7 @@ impl LedgerRecords {
                 .iter()
                 .any(|of| of == base)
         };
-        self.tenants.iter().any(|tenant| tenant.drive() == base) || self.leases.iter().any(has)
+        self.owners.iter().any(|owner| owner.drive() == base) || self.leases.iter().any(has)
     }
 
     /// Returns for the drive `from`, and for the drive `to`, whether any id has a lease or data on it.
@@ -48,10 +48,10 @@ impl LedgerRecords {
 
     /// Returns the labels of all drives with leases or data.
     pub(super) fn labels(&self) -> Vec<DriveLabel> {
-        let tenants = self.tenants.iter().map(|tenant| tenant.drive().to_owned());
+        let owners = self.owners.iter().map(|owner| owner.drive().to_owned());
         let leases = self.leases.iter();
         let leases = leases.flat_map(|record| backing_extent::bases(&record.drive));
-        let labels = tenants.chain(leases);
+        let labels = owners.chain(leases);
         labels
             .filter_map(|base| DriveLabel::from_base(&base))
             .collect()
@@ -102,11 +102,11 @@ impl LedgerRecords {
             for record in &mut self.leases {
                 record.drive = backing_extent::rename_bases(&record.drive, rename);
             }
-            for tenant in &mut self.tenants {
-                tenant.rename_drive(rename);
+            for owner in &mut self.owners {
+                owner.rename_drive(rename);
             }
-            for marks in &mut self.uncorrectable {
-                marks.rename_drive(rename);
+            for uncorrectable in &mut self.uncorrectable {
+                uncorrectable.rename_drive(rename);
             }
             self.other_names.remove(&from);
             if let Some(known) = self.known.remove(&from) {
@@ -151,10 +151,10 @@ impl LedgerRecords {
 
     /// Returns the names of all bases with leases or data in the ledger.
     fn bases(&self) -> BTreeSet<String> {
-        let tenants = self.tenants.iter().map(|tenant| tenant.drive().to_owned());
+        let owners = self.owners.iter().map(|owner| owner.drive().to_owned());
         let leases = self.leases.iter();
         let leases = leases.flat_map(|record| backing_extent::bases(&record.drive));
-        tenants.chain(leases).collect()
+        owners.chain(leases).collect()
     }
 
     /// Records the other names of a drive, so that the drive is recognized if it loses its present name.
@@ -200,10 +200,10 @@ impl LedgerRecords {
             // A drive with a lasting name is carried over as a whole or not at all, so all its data counts.
             _ => true,
         };
-        let left = self.tenants.iter().filter(|tenant| {
-            tenant.drive() == base && !tenant.is_given_up() && is_asked_for(&tenant.range)
+        let left = self.owners.iter().filter(|owner| {
+            owner.drive() == base && !owner.is_given_up() && is_asked_for(&owner.range)
         });
-        let mut ids: Vec<String> = left.map(|tenant| tenant.id.clone()).collect();
+        let mut ids: Vec<String> = left.map(|owner| owner.id.clone()).collect();
         ids.sort();
         ids.dedup();
         ids
@@ -214,7 +214,7 @@ impl LedgerRecords {
     fn has_all_bytes(&self, request: &LeaseRequest<'_>) -> bool {
         let area = request.target();
         let of_id = |range| {
-            let found = range_owners::find_owners(&self.tenants, &area.candidate(range, None));
+            let found = range_owners::find_owners(&self.owners, &area.candidate(range, None));
             let own = found.into_iter();
             let own = own.filter(|found| found.owner.is_owned_by(request.id));
             own.map(|found| (found.lease_offset, found.range.length()))
@@ -268,15 +268,15 @@ impl LedgerRecords {
         let [place] = &places[..] else {
             return;
         };
-        let is_it = |tenant: &RangeOwner| {
-            tenant.id == request.id
-                && (tenant.range.start(), tenant.range.length()) == (place.start, place.length)
-                && alike.contains(tenant.drive())
+        let is_it = |owner: &RangeOwner| {
+            owner.id == request.id
+                && (owner.range.start(), owner.range.length()) == (place.start, place.length)
+                && alike.contains(owner.drive())
         };
         // If two known drives have data in such a range, the ledger cannot tell which of them is meant, and forgets
         // neither.
-        if self.tenants.iter().filter(|tenant| is_it(tenant)).count() == 1 {
-            self.tenants.retain(|tenant| !is_it(tenant));
+        if self.owners.iter().filter(|owner| is_it(owner)).count() == 1 {
+            self.owners.retain(|owner| !is_it(owner));
         }
     }
 }
@@ -503,7 +503,7 @@ mod tests {
         whole: false,
     };
 
-    fn kept<'a>(request: LeaseRequest<'a>) -> LeaseRequest<'a> {
+    fn with_kept_data<'a>(request: LeaseRequest<'a>) -> LeaseRequest<'a> {
         let former_data = PreviousDataPolicy::Kept;
         LeaseRequest {
             previous_data: former_data,
@@ -511,8 +511,8 @@ mod tests {
         }
     }
 
-    /// Creates a ledger with adjacent leases by size on a drive whose name ended with a boot, such as one that had a lasting name
-    /// then.
+    /// Creates a ledger with adjacent leases by size on a drive whose name ended with a boot, such as one that had a lasting
+    /// name then.
     fn with_temporary_name(drive: &str, ids: &[&str]) -> (tempfile::TempDir, Ledger) {
         let dir = tempfile::tempdir().unwrap();
         let ledger = Ledger::open(&dir.path().join("state"));
@@ -632,7 +632,7 @@ mod tests {
             assert!(error.remedy.contains(&command), "{error}");
             // A decision about one range does not apply to another range.
             let accepted = of("b", after, at("128M+1M"));
-            drop(ledger.acquire(&kept(accepted)).unwrap());
+            drop(ledger.acquire(&with_kept_data(accepted)).unwrap());
             if lasts {
                 is_earlier(ledger.acquire(&of("c", after, SIZE)));
             }
@@ -726,7 +726,7 @@ mod tests {
         );
         assert_eq!(lost(&disk), None, "its lease is refused instead");
         let other = request("b", "disk:s", at("0+1M"));
-        drop(ledger.acquire(&kept(other)).unwrap());
+        drop(ledger.acquire(&with_kept_data(other)).unwrap());
         assert_eq!(lost(&disk).as_deref(), Some("disk:s"));
         assert_eq!(lost("disk:t"), None);
     }
@@ -823,7 +823,7 @@ mod tests {
         drop(ledger.acquire(&request("d", &drive, at("8M+1M"))).unwrap());
         for id in ["a", "c"] {
             let wanted = request(id, &drive, at(if id == "a" { "0+1M" } else { "4M+1M" }));
-            drop(ledger.acquire(&kept(wanted)).unwrap());
+            drop(ledger.acquire(&with_kept_data(wanted)).unwrap());
             drop(ledger.acquire(&wanted).unwrap());
         }
         // The data that these ids left on the old drive does not count as data on a second drive.
@@ -835,12 +835,12 @@ mod tests {
         let old = format!("file:12@disk:{}/5", backing_id::boot_id());
         let new = "file:12@fs:ext-0123456789abcdef";
         let (_dir, ledger) = with_temporary_name(&old, &["a", "b"]);
-        let before = ledger.acquire(&request("b", &old, SIZE)).unwrap();
-        let names = before.identity();
+        let earlier_lease = ledger.acquire(&request("b", &old, SIZE)).unwrap();
+        let names = earlier_lease.identity();
         // The lease is held during the change.
         assert!(ledger.carry_over(&old, new).unwrap());
         assert!(!ledger.carry_over(&old, new).unwrap());
-        before.die();
+        earlier_lease.die();
         let after = ledger.acquire(&request("b", new, SIZE)).unwrap();
         assert_eq!(after.extents().parts()[0].start(), 64 << 20);
         assert_eq!(after.identity(), names, "names of guests stay");
@@ -909,7 +909,7 @@ mod tests {
                 is_earlier(ledger.acquire(&request(id, new, wanted)));
             };
             let first = request("a", new, at("0+64M"));
-            drop(ledger.acquire(&kept(first)).unwrap());
+            drop(ledger.acquire(&with_kept_data(first)).unwrap());
             is_refused("d", SIZE);
             is_refused("d", at("64M+1M"));
             is_refused("b", SIZE);
@@ -917,11 +917,11 @@ mod tests {
             // A range about which the operator decided, now or before, can be leased.
             drop(ledger.acquire(&first).unwrap());
             let second = request("b", new, at("64M+64M"));
-            drop(ledger.acquire(&kept(second)).unwrap());
+            drop(ledger.acquire(&with_kept_data(second)).unwrap());
             is_refused("d", SIZE);
             // After the last range is decided, the ledger knows all data of the drive.
             let third = request("c", new, at("128M+64M"));
-            drop(ledger.acquire(&kept(third)).unwrap());
+            drop(ledger.acquire(&with_kept_data(third)).unwrap());
             let lease = ledger.acquire(&request("d", new, SIZE)).unwrap();
             assert_eq!(lease.extents().parts()[0].start(), 192 << 20);
         }
@@ -932,14 +932,14 @@ mod tests {
         let (_dir, ledger) = with_temporary_name(&format!("disk:{OLD}/5"), &["a", "b"]);
         let other = request("z", "disk:serial", at("256M+1M"));
         is_earlier(ledger.acquire(&other));
-        drop(ledger.acquire(&kept(other)).unwrap());
+        drop(ledger.acquire(&with_kept_data(other)).unwrap());
         is_earlier(ledger.acquire(&request("y", "disk:serial", SIZE)));
-        for (fate, is_refused) in [
+        for (policy, is_refused) in [
             (PreviousDataPolicy::Wiped, true),
             (PreviousDataPolicy::Kept, false),
         ] {
             for id in ["a", "b"] {
-                ledger.decide_data(id, fate).unwrap();
+                ledger.decide_data(id, policy).unwrap();
             }
             let result = ledger.acquire(&request("y", "disk:serial", SIZE));
             match is_refused {
@@ -959,7 +959,7 @@ mod tests {
         is_earlier(ledger.acquire(&wanted));
         is_earlier(ledger.acquire(&request("b", drive, at("0+1M"))));
         is_earlier(ledger.acquire(&request("b", "disk:serial", SIZE)));
-        drop(ledger.acquire(&kept(wanted)).unwrap());
+        drop(ledger.acquire(&with_kept_data(wanted)).unwrap());
         is_earlier(ledger.acquire(&wanted));
         // A part without data is available.
         drop(ledger.acquire(&request("d", drive, at("8M+1M"))).unwrap());
@@ -977,7 +977,7 @@ mod tests {
         assert_eq!(ledger.guest_name_source(&second).unwrap(), first);
         let drive = format!("disk:{}/3", backing_id::boot_id());
         let wanted = request("a", &drive, at("0+1M"));
-        drop(ledger.acquire(&kept(wanted)).unwrap());
+        drop(ledger.acquire(&with_kept_data(wanted)).unwrap());
         assert!(!text().contains("namings"), "{}", text());
     }
 

@@ -53,11 +53,11 @@ impl LedgerRecords {
 
     fn has_data_on(&self, id: &str, drive: &str) -> bool {
         // Released data belongs to no id any more, even before it is wiped.
-        let is_theirs = |tenant: &RangeOwner| tenant.id == id && tenant.drive() == drive;
-        let mut tenants = self.tenants.iter();
+        let is_theirs = |owner: &RangeOwner| owner.id == id && owner.drive() == drive;
+        let mut owners = self.owners.iter();
         let is_leased = |of: &str| backing_extent::bases(of).iter().any(|base| base == drive);
         let mut leases = self.leases.iter();
-        tenants.any(|tenant| is_theirs(tenant) && !tenant.is_free())
+        owners.any(|owner| is_theirs(owner) && !owner.is_free())
             || leases.any(|record| record.id == id && is_leased(&record.drive))
     }
 
@@ -90,8 +90,8 @@ impl LedgerRecords {
                     .iter()
                     .any(|base| base == drive)
         };
-        let mut tenants = self.tenants.iter();
-        tenants.any(|tenant| (tenant.drive(), tenant.nsid()) == (drive, nsid))
+        let mut owners = self.owners.iter();
+        owners.any(|owner| (owner.drive(), owner.nsid()) == (drive, nsid))
             || self.leases.iter().any(is_on)
     }
 
@@ -144,14 +144,14 @@ mod tests {
 
     #[test]
     fn a_replaced_namespace_is_refused_with_the_changed_property() {
-        let folder = tempfile::tempdir().unwrap();
-        let ledger = Ledger::open(folder.path());
+        let dir = tempfile::tempdir().unwrap();
+        let ledger = Ledger::open(dir.path());
         let known = drive("nvme:a", ADDRESS, "01");
         drop(lease(&ledger, "vm", &known, (1000, 9)).unwrap());
-        let elsewhere = drive("nvme:a", "0000:02:00.0", "01");
-        drop(lease(&ledger, "vm", &elsewhere, (1000, 9)).expect("it was put into another slot"));
+        let moved = drive("nvme:a", "0000:02:00.0", "01");
+        drop(lease(&ledger, "vm", &moved, (1000, 9)).expect("it was put into another slot"));
         drop(lease(&ledger, "vm", &known, (2000, 9)).expect("it has grown"));
-        for (now, size, told) in [
+        for (now, size, message) in [
             (&known, (1999, 9), "has 1023488, and had 1000K"),
             (
                 &known,
@@ -167,7 +167,7 @@ mod tests {
             for id in ["vm", "other"] {
                 let error = lease(&ledger, id, now, size).unwrap_err();
                 assert!(matches!(error, LeaseError::Changed(_)), "{error}");
-                assert!(error.to_string().contains(told), "{error}");
+                assert!(error.to_string().contains(message), "{error}");
             }
         }
         // A namespace that no longer reports its identifier is compared by its other properties.
@@ -180,28 +180,31 @@ mod tests {
 
     #[test]
     fn a_drive_at_the_address_of_another_one_does_not_take_its_ids() {
-        let folder = tempfile::tempdir().unwrap();
-        let ledger = Ledger::open(folder.path());
+        let dir = tempfile::tempdir().unwrap();
+        let ledger = Ledger::open(dir.path());
         let (known, other) = (drive("nvme:a", ADDRESS, ""), drive("nvme:b", ADDRESS, ""));
         let held = lease(&ledger, "vm", &known, (1000, 9)).unwrap();
         for _ in 0..2 {
             let error = lease(&ledger, "vm", &other, (1000, 9)).unwrap_err();
             assert!(matches!(error, LeaseError::Exchanged(_)), "{error}");
-            let told = error.to_string();
-            assert!(told.contains("nvme:a, which was at 0000:01:00.0"), "{told}");
+            let message = error.to_string();
+            assert!(
+                message.contains("nvme:a, which was at 0000:01:00.0"),
+                "{message}"
+            );
         }
         drop(held);
         let error = lease(&ledger, "vm", &other, (1000, 9)).unwrap_err();
         assert!(matches!(error, LeaseError::Exchanged(_)), "{error}");
         // The known drive has failed. The command that the error suggests gives up the id's data on it.
-        let folder = tempfile::tempdir().unwrap();
-        let elsewhere = Ledger::open(folder.path());
-        drop(lease(&elsewhere, "vm", &known, (1000, 9)).unwrap());
-        lease(&elsewhere, "vm", &other, (1000, 9)).unwrap_err();
-        elsewhere
+        let dir = tempfile::tempdir().unwrap();
+        let other_ledger = Ledger::open(dir.path());
+        drop(lease(&other_ledger, "vm", &known, (1000, 9)).unwrap());
+        lease(&other_ledger, "vm", &other, (1000, 9)).unwrap_err();
+        other_ledger
             .decide_data("vm", PreviousDataPolicy::Wiped)
             .unwrap();
-        drop(lease(&elsewhere, "vm", &other, (1000, 9)).unwrap());
+        drop(lease(&other_ledger, "vm", &other, (1000, 9)).unwrap());
         // Another id may use the new drive. The known drive is recognized at any address.
         drop(lease(&ledger, "new", &other, (1000, 9)).unwrap());
         let moved = drive("nvme:a", "0000:02:00.0", "");
@@ -232,11 +235,11 @@ mod tests {
         let place = request
             .target()
             .candidate(ByteRange::new(0, 4096).unwrap(), None);
-        range_owners::record_owner(&mut records.tenants, &place, PreviousDataPolicy::Kept);
+        range_owners::record_owner(&mut records.owners, &place, PreviousDataPolicy::Kept);
         records.remove_unused();
         let namespaces = records.known["nvme:a"].namespaces.keys();
         assert_eq!(namespaces.collect::<Vec<_>>(), [&1]);
-        records.tenants.clear();
+        records.owners.clear();
         records.remove_unused();
         assert!(records.known.is_empty());
     }

@@ -53,8 +53,8 @@ impl<'a> LeaseTarget<'a> {
     }
 
     /// Returns the ledger's entries of owners whose bytes are in this namespace.
-    pub(super) fn find_owners<'t>(&self, tenants: &'t [RangeOwner]) -> Vec<LocatedRangeOwner<'t>> {
+    pub(super) fn find_owners<'t>(&self, owners: &'t [RangeOwner]) -> Vec<LocatedRangeOwner<'t>> {
         let all = self.whole_candidate();
-        all.map_or_else(Vec::new, |all| range_owners::find_owners(tenants, &all))
+        all.map_or_else(Vec::new, |all| range_owners::find_owners(owners, &all))
     }
 }

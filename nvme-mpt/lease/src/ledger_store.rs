@@ -209,12 +209,16 @@ pub(super) struct LedgerRecords {
     /// keeps its slot.
     pub(super) next_slot: u64,
     pub(super) leases: Vec<LedgerRecord>,
-    /// Owner of each range in which an id has data, with or without a lease.
-    #[serde(default)]
-    pub(super) tenants: Vec<RangeOwner>,
-    /// Settings (owner and limits) of ids.
-    #[serde(default, skip_serializing_if = "LeaseSettingsById::is_empty")]
-    pub(super) terms: LeaseSettingsById,
+    /// Previous owners of ranges.
+    #[serde(default, rename = "tenants")]
+    pub(super) owners: Vec<RangeOwner>,
+    /// Settings of ids.
+    #[serde(
+        default,
+        rename = "terms",
+        skip_serializing_if = "LeaseSettingsById::is_empty"
+    )]
+    pub(super) settings: LeaseSettingsById,
     /// Drive names from which the names that guests see are derived.
     #[serde(default, skip_serializing_if = "GuestNameSources::is_empty")]
     pub(super) namings: GuestNameSources,
@@ -239,8 +243,8 @@ impl Default for LedgerRecords {
             version: VERSION,
             next_slot: 0,
             leases: Vec::new(),
-            tenants: Vec::new(),
-            terms: LeaseSettingsById::new(),
+            owners: Vec::new(),
+            settings: LeaseSettingsById::new(),
             namings: GuestNameSources::new(),
             partly_known: BTreeSet::new(),
             other_names: OtherNames::new(),
@@ -276,9 +280,9 @@ impl LedgerRecords {
                 LedgerRecord { pid, ..one.clone() } == *other
             });
         same_leases
-            && range_owners::have_same_entries(&self.tenants, &other.tenants)
+            && range_owners::have_same_entries(&self.owners, &other.owners)
             && (self.version, self.next_slot) == (other.version, other.next_slot)
-            && (&self.terms, &self.namings) == (&other.terms, &other.namings)
+            && (&self.settings, &self.namings) == (&other.settings, &other.namings)
             && self.partly_known == other.partly_known
             && self.other_names == other.other_names
             && self.known == other.known
@@ -314,10 +318,10 @@ impl LedgerRecords {
             });
         }
         let records: Self = serde_json::from_slice(text).map_err(damaged)?;
-        if let Some(tenant) = records.tenants.iter().find(|tenant| !tenant.is_valid()) {
+        if let Some(owner) = records.owners.iter().find(|owner| !owner.is_valid()) {
             return Err(damaged(serde_json::Error::custom(format!(
                 "the data of \"{}\" in {} ends beyond what 64 bits can count in its lease",
-                tenant.id, tenant.range
+                owner.id, owner.range
             ))));
         }
         let bad_slot = records
@@ -628,8 +632,8 @@ impl LedgerWriteLock<'_> {
     /// Makes the names of the directory and its ancestors durable, as far as permissions and file systems allow that.
     fn sync_ancestors(&self) -> io::Result<()> {
         let path = std::path::absolute(&self.dir.path)?;
-        for folder in path.ancestors().skip(1) {
-            files::sync_dir(folder)?;
+        for dir in path.ancestors().skip(1) {
+            files::sync_dir(dir)?;
         }
         reached(LedgerWriteStep::AncestorsSynced)
     }
@@ -701,50 +705,58 @@ mod tests {
             (LedgerWriteStep::DirSynced, &new),
         ] {
             let dir = tempfile::tempdir().unwrap();
-            let folder = LedgerDirectory::new(dir.path());
-            folder.lock().unwrap().write(&old).unwrap();
+            let ledger_dir = LedgerDirectory::new(dir.path());
+            ledger_dir.lock().unwrap().write(&old).unwrap();
 
             CRASH_AFTER.set(Some(step));
-            folder.lock().unwrap().write(&new).unwrap_err();
+            ledger_dir.lock().unwrap().write(&new).unwrap_err();
 
             assert_eq!(CRASH_AFTER.get(), None, "{step:?} is a step of a change");
-            assert_eq!(&folder.read().unwrap(), survives, "{step:?}");
+            assert_eq!(&ledger_dir.read().unwrap(), survives, "{step:?}");
             // The next change succeeds.
-            folder.lock().unwrap().write(&records(&["c"])).unwrap();
-            assert_eq!(folder.read().unwrap(), records(&["c"]), "{step:?}");
+            ledger_dir.lock().unwrap().write(&records(&["c"])).unwrap();
+            assert_eq!(ledger_dir.read().unwrap(), records(&["c"]), "{step:?}");
         }
     }
 
     #[test]
     fn a_ledger_whose_process_died_before_it_was_durable_is_made_so_first() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = LedgerDirectory::new(dir.path());
+        let ledger_dir = LedgerDirectory::new(dir.path());
         CRASH_AFTER.set(Some(LedgerWriteStep::Renamed));
-        folder.lock().unwrap().write(&records(&["a"])).unwrap_err();
+        ledger_dir
+            .lock()
+            .unwrap()
+            .write(&records(&["a"]))
+            .unwrap_err();
         // The crash is simulated after the sync of the directory, so taking the lock must get that far.
         CRASH_AFTER.set(Some(LedgerWriteStep::DirSynced));
-        let error = folder.lock().unwrap_err();
+        let error = ledger_dir.lock().unwrap_err();
         assert!(error.to_string().contains("left when it died"), "{error}");
         assert_eq!(CRASH_AFTER.get(), None);
         // Without a crash, the sync completes, and the next lock does not repeat it.
-        drop(folder.lock().unwrap());
+        drop(ledger_dir.lock().unwrap());
         CRASH_AFTER.set(Some(LedgerWriteStep::DirSynced));
-        drop(folder.lock().unwrap());
+        drop(ledger_dir.lock().unwrap());
         assert_eq!(CRASH_AFTER.take(), Some(LedgerWriteStep::DirSynced));
-        assert_eq!(folder.read().unwrap(), records(&["a"]));
+        assert_eq!(ledger_dir.read().unwrap(), records(&["a"]));
     }
 
     #[test]
-    fn the_folders_above_are_durable_before_the_first_ledger_appears() {
+    fn the_directories_above_are_durable_before_the_first_ledger_appears() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = LedgerDirectory::new(&dir.path().join("above/state"));
+        let ledger_dir = LedgerDirectory::new(&dir.path().join("above/state"));
         CRASH_AFTER.set(Some(LedgerWriteStep::AncestorsSynced));
-        folder.lock().unwrap().write(&records(&["a"])).unwrap_err();
+        ledger_dir
+            .lock()
+            .unwrap()
+            .write(&records(&["a"]))
+            .unwrap_err();
         assert_eq!(CRASH_AFTER.get(), None);
-        assert_eq!(folder.read().unwrap(), LedgerRecords::default());
-        folder.lock().unwrap().write(&records(&["a"])).unwrap();
+        assert_eq!(ledger_dir.read().unwrap(), LedgerRecords::default());
+        ledger_dir.lock().unwrap().write(&records(&["a"])).unwrap();
         CRASH_AFTER.set(Some(LedgerWriteStep::AncestorsSynced));
-        folder.lock().unwrap().write(&records(&["b"])).unwrap();
+        ledger_dir.lock().unwrap().write(&records(&["b"])).unwrap();
         assert_eq!(
             CRASH_AFTER.take(),
             Some(LedgerWriteStep::AncestorsSynced),
@@ -755,10 +767,10 @@ mod tests {
     #[test]
     fn a_process_that_keeps_the_ledger_locked_is_named() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = LedgerDirectory::new(dir.path());
-        let _exclusive = folder.lock().unwrap();
+        let ledger_dir = LedgerDirectory::new(dir.path());
+        let _exclusive = ledger_dir.lock().unwrap();
         let passed = Deadline::after(&SystemClock::shared(), Duration::ZERO);
-        let error = folder.lock_until(&passed).unwrap_err();
+        let error = ledger_dir.lock_until(&passed).unwrap_err();
         assert!(matches!(error, LedgerStoreError::Locked { .. }), "{error}");
         let message = error.to_string();
         let holder = format!("by process {} (", std::process::id());
@@ -770,29 +782,29 @@ mod tests {
     #[test]
     fn what_lies_under_the_temporary_name_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = LedgerDirectory::new(dir.path());
+        let ledger_dir = LedgerDirectory::new(dir.path());
         let temporary = dir.path().join("leases.json.new");
         let whole = serde_json::to_vec(&records(&["stray"])).unwrap();
 
         for left in [&b""[..], b"\0\0\0\0", &whole[..whole.len() / 2], &whole] {
             fs::write(&temporary, left).unwrap();
-            assert_eq!(folder.read().unwrap(), LedgerRecords::default());
+            assert_eq!(ledger_dir.read().unwrap(), LedgerRecords::default());
         }
-        folder.lock().unwrap().write(&records(&["a"])).unwrap();
-        assert_eq!(folder.read().unwrap(), records(&["a"]));
+        ledger_dir.lock().unwrap().write(&records(&["a"])).unwrap();
+        assert_eq!(ledger_dir.read().unwrap(), records(&["a"]));
         assert!(!temporary.exists());
     }
 
     #[test]
     fn a_damaged_ledger_is_an_error_that_names_the_file() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = LedgerDirectory::new(dir.path());
+        let ledger_dir = LedgerDirectory::new(dir.path());
         let path = dir.path().join("leases.json");
         let whole = serde_json::to_vec(&records(&["a", "b"])).unwrap();
 
         for length in 0..whole.len() {
             fs::write(&path, &whole[..length]).unwrap();
-            let error = folder.read().unwrap_err();
+            let error = ledger_dir.read().unwrap_err();
             assert!(matches!(error, LedgerStoreError::Damaged { .. }), "{error}");
             assert!(error.to_string().contains(path.to_str().unwrap()));
             assert_eq!(fs::read(&path).unwrap(), &whole[..length], "left as found");
@@ -810,7 +822,7 @@ mod tests {
             r#"{"version":1,"next_slot":0,"leases":[],"other_names":{"disk:a":"disk:b"}}"#,
         ] {
             fs::write(&path, bad).unwrap();
-            let error = folder.read().unwrap_err();
+            let error = ledger_dir.read().unwrap_err();
             assert!(matches!(error, LedgerStoreError::Damaged { .. }), "{bad}");
         }
     }
@@ -818,20 +830,20 @@ mod tests {
     #[test]
     fn the_stored_format_stays_readable() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = LedgerDirectory::new(dir.path());
+        let ledger_dir = LedgerDirectory::new(dir.path());
         let path = dir.path().join("leases.json");
         let stored = include_str!("stored/leases_1.json");
         fs::write(&path, stored).unwrap();
-        let read = folder.read().unwrap();
-        let terms = LeaseSettings {
+        let read = ledger_dir.read().unwrap();
+        let settings = LeaseSettings {
             owner: Some(1001),
             limits: Some("iops=100".to_owned()),
         };
-        assert_eq!(read.terms, [("a".to_owned(), terms)].into());
+        assert_eq!(read.settings, [("a".to_owned(), settings)].into());
         let leases = read.leases.iter();
         let leases: Vec<_> = leases.map(|lease| (&*lease.id, lease.unit)).collect();
         assert_eq!(leases, [("a", None), ("b", Some(1 << 20))]);
-        folder.lock().unwrap().write(&read).unwrap();
+        ledger_dir.lock().unwrap().write(&read).unwrap();
         assert_eq!(
             fs::read_to_string(&path).unwrap(),
             stored,
@@ -842,11 +854,11 @@ mod tests {
     #[test]
     fn a_ledger_of_another_version_is_not_touched() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = LedgerDirectory::new(dir.path());
+        let ledger_dir = LedgerDirectory::new(dir.path());
         let path = dir.path().join("leases.json");
         fs::write(&path, r#"{"version":2,"unknown":[]}"#).unwrap();
         assert_eq!(
-            folder.read().unwrap_err().to_string(),
+            ledger_dir.read().unwrap_err().to_string(),
             format!(
                 "The ledger {} has format 2, this program knows format 1; use the version that wrote it",
                 path.display()
@@ -857,20 +869,20 @@ mod tests {
     #[test]
     fn a_ledger_that_was_removed_under_living_leases_gives_out_no_more() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = LedgerDirectory::new(dir.path());
+        let ledger_dir = LedgerDirectory::new(dir.path());
         let mut ledger = LedgerRecords::default();
-        let (slot, holder) = folder.lock().unwrap().take_slot(&mut ledger).unwrap();
+        let (slot, holder) = ledger_dir.lock().unwrap().take_slot(&mut ledger).unwrap();
         assert_eq!((slot, ledger.next_slot), (LeaseSlot(0), 1));
 
         // A new ledger starts at slot 0 again, but the holder of slot 0 is still alive.
-        let error = folder
+        let error = ledger_dir
             .lock()
             .unwrap()
             .take_slot(&mut LedgerRecords::default())
             .unwrap_err();
         assert!(matches!(error, LedgerStoreError::Lost { .. }), "{error}");
         drop(holder);
-        folder
+        ledger_dir
             .lock()
             .unwrap()
             .take_slot(&mut LedgerRecords::default())

@@ -113,20 +113,20 @@ mod tests {
     fn records_of_the_last_complete_change_are_read() {
         let file = tempfile::tempfile().expect("a file");
         let share = || file.try_clone().expect("a descriptor");
-        let (mut kept, before) = LedgerMemoryFile::open(share()).expect("new");
-        assert!(before.is_none());
+        let (mut memory_file, previous_contents) = LedgerMemoryFile::open(share()).expect("new");
+        assert!(previous_contents.is_none());
         let records = |next_slot| {
             let mut records = LedgerRecords::default();
             records.next_slot = next_slot;
             records
         };
         for slot in 1..4 {
-            kept.store(7, &records(slot)).expect("stored");
+            memory_file.store(7, &records(slot)).expect("stored");
             let (_, found) = LedgerMemoryFile::open(share()).expect("kept");
             assert_eq!(found, Some((7, records(slot))));
         }
         // The process ends before it stores the word that switches to the new records.
-        let place = RECORD_OFFSETS[kept.next];
+        let place = RECORD_OFFSETS[memory_file.next];
         file.write_all_at(b"\xFF\xFF\xFF{\"", place)
             .expect("written");
         let (_, found) = LedgerMemoryFile::open(share()).expect("kept");

@@ -102,7 +102,7 @@ pub(super) enum PreviousExtentsMismatch {
 }
 
 impl LeaseRefusal {
-    pub(super) fn into_error(self, of: &LeaseTarget<'_>, folder: &Path) -> LeaseError {
+    pub(super) fn into_error(self, of: &LeaseTarget<'_>, dir: &Path) -> LeaseError {
         let (id, drive) = (of.id.to_owned(), of.drive.to_owned());
         match self {
             Self::Overlap(range, other) => LeaseError::Overlap {
@@ -115,10 +115,10 @@ impl LeaseRefusal {
                     LeaseHolderState::Held => {
                         "choose a range that does not overlap, or stop that process".to_owned()
                     }
-                    LeaseHolderState::Ending => wait_hint(folder),
+                    LeaseHolderState::Ending => wait_hint(dir),
                     LeaseHolderState::Stale => format!(
                         "choose a range that does not overlap, or {}",
-                        release_hint(&other.id, folder)
+                        release_hint(&other.id, dir)
                     ),
                 },
                 other,
@@ -128,10 +128,10 @@ impl LeaseRefusal {
                 remedy: match other.state {
                     LeaseHolderState::Held => "choose another id".to_owned(),
                     LeaseHolderState::Ending => {
-                        format!("choose another id, or {}", wait_hint(folder))
+                        format!("choose another id, or {}", wait_hint(dir))
                     }
                     LeaseHolderState::Stale => {
-                        format!("choose another id, or {}", release_hint(&other.id, folder))
+                        format!("choose another id, or {}", release_hint(&other.id, dir))
                     }
                 },
                 other,
@@ -151,20 +151,17 @@ impl LeaseRefusal {
                     Some(label) => format!(
                         "say drive-id={0}, after {1} if it has lost its label",
                         label.name,
-                        format_command(
-                            &format!("leases label PATH {} --again", label.name),
-                            folder
-                        )
+                        format_command(&format!("leases label PATH {} --again", label.name), dir)
                     ),
                     // The message names a physical drive instead of a path, because only the drive's server can find out its
                     // name.
                     None if nvme_names::is_nvme_name(&drive) => format!(
                         "run {}",
-                        format_command(&format!("leases carry-over '{name}' '{drive}'"), folder)
+                        format_command(&format!("leases carry-over '{name}' '{drive}'"), dir)
                     ),
                     None => format!(
                         "run {}",
-                        format_command(&format!("leases carry-over '{name}' PATH"), folder)
+                        format_command(&format!("leases carry-over '{name}' PATH"), dir)
                     ),
                 };
                 LeaseError::EarlierName(Box::new(EarlierNameError {
@@ -183,14 +180,14 @@ impl LeaseRefusal {
                 unit,
             },
             Self::Changed(change) => LeaseError::Changed(Box::new(ChangedDriveError {
-                remedy: format_command(&format!("leases carry-over '{drive}' '{drive}'"), folder),
+                remedy: format_command(&format!("leases carry-over '{drive}' '{drive}'"), dir),
                 drive,
                 nsid: of.nsid,
                 change,
             })),
             Self::Exchanged { before, address } => {
                 LeaseError::Exchanged(Box::new(ExchangedDriveError {
-                    remedy: format_command(&format!("leases release {id}"), folder),
+                    remedy: format_command(&format!("leases release {id}"), dir),
                     id,
                     drive,
                     before,
@@ -199,8 +196,8 @@ impl LeaseRefusal {
             }
             Self::NoPersistentName => LeaseError::NoPersistentName { drive },
             Self::PreviousData(ranges, unfit) => {
-                let release = format_command(&format!("leases release {id}"), folder);
-                let keeps = match unfit {
+                let release = format_command(&format!("leases release {id}"), dir);
+                let keep_hint = match unfit {
                     PreviousExtentsMismatch::Unit {
                         fits: Some(fits), ..
                     } => format!("say unit={}, or lease it with range=", ByteSize(fits)),
@@ -217,7 +214,7 @@ impl LeaseRefusal {
                     id,
                     drive,
                     left: format!(
-                        "{}, {unfit}; {keeps}; if that data is no longer needed, {release} has it erased, and the \
+                        "{}, {unfit}; {keep_hint}; if that data is no longer needed, {release} has it erased, and the \
                          lease begins empty",
                         format_ranges(&ranges)
                     ),
@@ -252,7 +249,7 @@ impl LeaseRefusal {
                     };
                     format!(
                         "{why}ask for less, {smaller}or release leases that are no longer needed, which {} shows",
-                        format_command("leases", folder)
+                        format_command("leases", dir)
                     )
                 },
             },
@@ -284,25 +281,25 @@ impl fmt::Display for PreviousExtentsMismatch {
 }
 
 /// Formats a command of this program with its options, for messages.
-fn format_command(words: &str, folder: &Path) -> String {
-    match folder.as_os_str().is_empty() {
+fn format_command(words: &str, dir: &Path) -> String {
+    match dir.as_os_str().is_empty() {
         true => format!("`nvme-mpt {words}`"),
-        false => format!("`nvme-mpt {words} --state-dir {}`", folder.display()),
+        false => format!("`nvme-mpt {words} --state-dir {}`", dir.display()),
     }
 }
 
-fn wait_hint(folder: &Path) -> String {
-    let list = match folder.as_os_str().is_empty() {
+fn wait_hint(dir: &Path) -> String {
+    let list = match dir.as_os_str().is_empty() {
         true => String::new(),
-        false => format!(": {} shows it until then", format_command("leases", folder)),
+        false => format!(": {} shows it until then", format_command("leases", dir)),
     };
     format!("try again once the last of them has ended{list}")
 }
 
-fn release_hint(id: &str, folder: &Path) -> String {
+fn release_hint(id: &str, dir: &Path) -> String {
     format!(
         "start its holder with the same options, which takes it over; if its data is no longer needed, {} gives it \
          up",
-        format_command(&format!("leases release {id}"), folder)
+        format_command(&format!("leases release {id}"), dir)
     )
 }

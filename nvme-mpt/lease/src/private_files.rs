@@ -194,10 +194,10 @@ mod tests {
     #[test]
     fn what_is_made_is_for_one_user() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = dir.path().join("a/state");
-        make_private_dir(&folder, |_| true).unwrap();
-        assert_eq!(mode_of(&folder), DIR_MODE);
-        let file = folder.join("lock");
+        let path = dir.path().join("a/state");
+        make_private_dir(&path, |_| true).unwrap();
+        assert_eq!(mode_of(&path), DIR_MODE);
+        let file = path.join("lock");
         open_private_file(&file, OpenOptions::new().write(true).create(true)).unwrap();
         assert_eq!(mode_of(&file), FILE_MODE);
     }
@@ -205,39 +205,39 @@ mod tests {
     #[test]
     fn what_is_too_open_is_closed() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = dir.path().join("state");
-        fs::create_dir(&folder).unwrap();
-        let file = folder.join("lock");
+        let path = dir.path().join("state");
+        fs::create_dir(&path).unwrap();
+        let file = path.join("lock");
         fs::write(&file, "").unwrap();
         for open in [0o755, 0o750, 0o777, 0o1777, 0o2755] {
-            fs::set_permissions(&folder, Permissions::from_mode(open)).unwrap();
+            fs::set_permissions(&path, Permissions::from_mode(open)).unwrap();
             fs::set_permissions(&file, Permissions::from_mode(open & 0o666)).unwrap();
-            make_private_dir(&folder, |name| name == "lock").unwrap();
+            make_private_dir(&path, |name| name == "lock").unwrap();
             open_private_file(&file, OpenOptions::new().write(true)).unwrap();
-            assert_eq!((mode_of(&folder), mode_of(&file)), (DIR_MODE, FILE_MODE));
+            assert_eq!((mode_of(&path), mode_of(&file)), (DIR_MODE, FILE_MODE));
         }
         // A directory with stricter permissions is accepted as it is.
-        fs::set_permissions(&folder, Permissions::from_mode(0o500)).unwrap();
-        make_private_dir(&folder, |_| false).unwrap();
-        assert_eq!(mode_of(&folder), 0o500);
+        fs::set_permissions(&path, Permissions::from_mode(0o500)).unwrap();
+        make_private_dir(&path, |_| false).unwrap();
+        assert_eq!(mode_of(&path), 0o500);
     }
 
     #[test]
-    fn others_pass_through_a_folder_and_see_nothing_of_it() {
+    fn others_pass_through_a_directory_and_see_nothing_of_it() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = dir.path().join("state");
-        make_private_dir(&folder, |_| true).unwrap();
-        allow_search(&folder).unwrap();
-        assert_eq!(mode_of(&folder), 0o711);
-        make_private_dir(&folder, |_| true).unwrap();
-        assert_eq!(mode_of(&folder), 0o711, "as it was made");
-        fs::set_permissions(&folder, Permissions::from_mode(0o715)).unwrap();
-        make_private_dir(&folder, |_| true).unwrap();
-        assert_eq!(mode_of(&folder), DIR_MODE);
+        let path = dir.path().join("state");
+        make_private_dir(&path, |_| true).unwrap();
+        allow_search(&path).unwrap();
+        assert_eq!(mode_of(&path), 0o711);
+        make_private_dir(&path, |_| true).unwrap();
+        assert_eq!(mode_of(&path), 0o711, "as it was made");
+        fs::set_permissions(&path, Permissions::from_mode(0o715)).unwrap();
+        make_private_dir(&path, |_| true).unwrap();
+        assert_eq!(mode_of(&path), DIR_MODE);
     }
 
     #[test]
-    fn a_folder_of_others_keeps_its_mode() {
+    fn a_directory_of_others_keeps_its_mode() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("else"), "").unwrap();
         let open = |mode| fs::set_permissions(dir.path(), Permissions::from_mode(mode)).unwrap();
@@ -264,8 +264,8 @@ mod tests {
             )
         );
         let error = check_owner(Path::new("/state"), 7, 0).unwrap_err();
-        let said = "run as user 7 (`setpriv --reuid 7 --clear-groups nvme-mpt …`), or choose";
-        assert!(error.to_string().contains(said), "{error}");
+        let expected = "run as user 7 (`setpriv --reuid 7 --clear-groups nvme-mpt …`), or choose";
+        assert!(error.to_string().contains(expected), "{error}");
         // Only root may change the owner of a file.
         if process_user() == 0 {
             let file = dir.path().join("lock");

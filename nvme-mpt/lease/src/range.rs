@@ -488,8 +488,8 @@ mod tests {
             let range: ByteRange = text.parse().unwrap();
             range.check_alignment((1 << 20) + 512)
         };
-        for sound in ["0+4K", "8K+1000K", "4K+1044992", "0+1049088"] {
-            check(sound).expect(sound);
+        for valid in ["0+4K", "8K+1000K", "4K+1044992", "0+1049088"] {
+            check(valid).expect(valid);
         }
         for (text, message) in [
             (

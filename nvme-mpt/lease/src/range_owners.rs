@@ -263,11 +263,11 @@ impl RangeOwner {
         !self.remnant && (self.at.is_some() || !self.wiping)
     }
 
-    /// Returns whether a lease of `place` has to wipe the data before use. `fate` is the request's policy for data of other
+    /// Returns whether a lease of `place` has to wipe the data before use. `policy` is the request's policy for data of other
     /// ids.
-    fn needs_wipe(&self, place: &RangeCandidate<'_>, fate: PreviousDataPolicy) -> bool {
+    fn needs_wipe(&self, place: &RangeCandidate<'_>, policy: PreviousDataPolicy) -> bool {
         self.is_foreign(place)
-            && match fate {
+            && match policy {
                 PreviousDataPolicy::Refused => self.released,
                 PreviousDataPolicy::Kept => false,
                 PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased => true,
@@ -307,9 +307,9 @@ pub(super) fn have_same_entries(some: &[RangeOwner], others: &[RangeOwner]) -> b
 }
 
 /// Returns entries sorted by the bytes that they address.
-fn sort_by_bytes(tenants: &[RangeOwner]) -> Vec<&RangeOwner> {
-    let mut sorted: Vec<&RangeOwner> = tenants.iter().collect();
-    sorted.sort_by_key(|&tenant| (tenant.nsid, tenant.range.start(), &tenant.drive));
+fn sort_by_bytes(owners: &[RangeOwner]) -> Vec<&RangeOwner> {
+    let mut sorted: Vec<&RangeOwner> = owners.iter().collect();
+    sorted.sort_by_key(|&owner| (owner.nsid, owner.range.start(), &owner.drive));
     sorted
 }
 
@@ -324,20 +324,20 @@ pub(super) struct LocatedRangeOwner<'a> {
 
 /// Returns the entries whose bytes overlap `place`, clipped to `place` and with offsets on the leased drive.
 pub(super) fn find_owners<'a>(
-    tenants: &'a [RangeOwner],
+    owners: &'a [RangeOwner],
     place: &RangeCandidate<'_>,
 ) -> Vec<LocatedRangeOwner<'a>> {
     let in_part = |part: &BackingPart| {
         let place = part.candidate(place);
-        let there = tenants.iter().filter(|tenant| tenant.overlaps(&place));
-        let found = there.filter_map(|tenant| {
-            let [_, within, _] = split_range(&tenant.range, &place.range);
+        let overlapping = owners.iter().filter(|owner| owner.overlaps(&place));
+        let found = overlapping.filter_map(|owner| {
+            let [_, within, _] = split_range(&owner.range, &place.range);
             let within = within?;
-            let moved = within.start() - tenant.range.start();
+            let moved = within.start() - owner.range.start();
             Some(LocatedRangeOwner {
-                owner: tenant,
+                owner,
                 range: part.to_drive_range(within)?,
-                lease_offset: tenant.at.map(|at| at.saturating_add(moved)),
+                lease_offset: owner.at.map(|at| at.saturating_add(moved)),
             })
         });
         found.collect::<Vec<_>>()
@@ -347,92 +347,95 @@ pub(super) fn find_owners<'a>(
 
 /// Records that no lease by size may reuse the data in `place`: the id begins a new lease by size, and the data is of its
 /// earlier lease.
-pub(super) fn mark_remnants(tenants: &mut [RangeOwner], place: &RangeCandidate<'_>) {
+pub(super) fn mark_remnants(owners: &mut [RangeOwner], place: &RangeCandidate<'_>) {
     for part in backing_parts(place) {
         let place = part.candidate(place);
-        let its = tenants
+        let its = owners
             .iter_mut()
-            .filter(|tenant| tenant.id == place.id && tenant.overlaps(&place));
-        its.filter(|tenant| tenant.at.is_some())
+            .filter(|owner| owner.id == place.id && owner.overlaps(&place));
+        its.filter(|owner| owner.at.is_some())
             .for_each(RangeOwner::mark_remnant);
     }
 }
 
 /// Releases the data in `place`, which a lease by size had before it was truncated.
-pub(super) fn release_range(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
+pub(super) fn release_range(owners: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
     for part in backing_parts(place) {
         let place = part.candidate(place);
         let mut parts = Vec::new();
-        for tenant in tenants.extract_if(.., |tenant| tenant.overlaps(&place)) {
-            let [before, within, behind] = split_range(&tenant.range, &place.range);
+        for owner in owners.extract_if(.., |owner| owner.overlaps(&place)) {
+            let [before, within, behind] = split_range(&owner.range, &place.range);
             let outside = before.into_iter().chain(behind);
-            parts.extend(outside.map(|range| tenant.slice(range)));
+            parts.extend(outside.map(|range| owner.slice(range)));
             parts.extend(within.map(|range| RangeOwner {
                 at: None,
                 given_up: false,
                 released: true,
                 remnant: true,
-                ..tenant.slice(range)
+                ..owner.slice(range)
             }));
         }
-        tenants.append(&mut parts);
+        owners.append(&mut parts);
     }
 }
 
 /// Returns the first data that blocks a lease of `place`: data of another id, or data whose wipe is incomplete.
 pub(super) fn find_blocking(
-    tenants: &[RangeOwner],
+    owners: &[RangeOwner],
     place: &RangeCandidate<'_>,
 ) -> Option<LeftoverData> {
     let parts = backing_parts(place);
-    let left = |part: &BackingPart| find_blocking_in_part(tenants, &part.candidate(place));
+    let left = |part: &BackingPart| find_blocking_in_part(owners, &part.candidate(place));
     parts.iter().find_map(left)
 }
 
 fn find_blocking_in_part(
-    tenants: &[RangeOwner],
+    owners: &[RangeOwner],
     place: &RangeCandidate<'_>,
 ) -> Option<LeftoverData> {
-    let foreign = |tenant: &&RangeOwner| tenant.overlaps(place) && tenant.is_blocking(place);
-    tenants.iter().find(foreign).map(|tenant| LeftoverData {
-        id: tenant.id.clone(),
-        range: tenant.range,
-        wiping: tenant.wiping,
+    let foreign = |owner: &&RangeOwner| owner.overlaps(place) && owner.is_blocking(place);
+    owners.iter().find(foreign).map(|owner| LeftoverData {
+        id: owner.id.clone(),
+        range: owner.range,
+        wiping: owner.wiping,
     })
 }
 
 /// Records the operator's decision on what happens to an id's data when another id leases its range. Returns the ranges for
 /// which it was recorded. For a partly wiped range, only the decision to wipe is recorded, because some of its data is lost.
 pub(super) fn record_decision(
-    tenants: &mut [RangeOwner],
+    owners: &mut [RangeOwner],
     id: &str,
-    fate: PreviousDataPolicy,
+    policy: PreviousDataPolicy,
 ) -> Vec<ByteRange> {
-    let its = tenants
+    let its = owners
         .iter_mut()
-        .filter(|tenant| tenant.id == id && (!tenant.wiping || fate != PreviousDataPolicy::Kept));
-    its.map(|tenant| {
-        tenant.given_up = fate == PreviousDataPolicy::Kept;
-        tenant.released = matches!(fate, PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased);
-        tenant.range
+        .filter(|owner| owner.id == id && (!owner.wiping || policy != PreviousDataPolicy::Kept));
+    its.map(|owner| {
+        owner.given_up = policy == PreviousDataPolicy::Kept;
+        owner.released = matches!(
+            policy,
+            PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased
+        );
+        owner.range
     })
     .collect()
 }
 
 /// Records the id of `place` as the owner of its bytes. Parts with data that it must not read are marked for wiping instead.
 pub(super) fn record_owner(
-    tenants: &mut Vec<RangeOwner>,
+    owners: &mut Vec<RangeOwner>,
     place: &RangeCandidate<'_>,
-    fate: PreviousDataPolicy,
+    policy: PreviousDataPolicy,
 ) {
     let mut broken = HashSet::new();
     for part in backing_parts(place) {
-        record_owner_of_part(tenants, &part.candidate(place), fate, &mut broken);
+        record_owner_of_part(owners, &part.candidate(place), policy, &mut broken);
     }
     // A released lease that has lost a part is not reused as a whole, so its other parts become remnants.
     if !broken.is_empty() {
-        let parts = tenants.iter_mut();
-        let parts = parts.filter(|tenant| tenant.released && broken.contains(&tenant.lease_key()));
+        let parts = owners.iter_mut();
+        let parts = parts.filter(|owner| owner.released && broken.contains(&owner.lease_key()));
         parts.for_each(RangeOwner::mark_remnant);
     }
 }
@@ -440,86 +443,86 @@ pub(super) fn record_owner(
 /// Records the id of `place` as the owner of `place`, which lies on one base (a disk or file). If released data loses a part to
 /// `place`, adds the data's id to `broken`, with a flag that is true for data of a lease by size.
 fn record_owner_of_part(
-    tenants: &mut Vec<RangeOwner>,
+    owners: &mut Vec<RangeOwner>,
     place: &RangeCandidate<'_>,
-    fate: PreviousDataPolicy,
+    policy: PreviousDataPolicy,
     broken: &mut HashSet<(String, bool)>,
 ) {
-    if fate == PreviousDataPolicy::Erased {
-        mark_unknown(tenants, place);
+    if policy == PreviousDataPolicy::Erased {
+        mark_unknown(owners, place);
     }
-    let mut marked = Vec::new();
-    let mut kept = Vec::new();
-    for tenant in tenants.extract_if(.., |tenant| tenant.overlaps(place)) {
-        let moves = tenant.id != place.id || !tenant.is_at_lease_offset(place);
-        if tenant.released && !tenant.remnant && moves {
-            broken.insert(tenant.lease_key());
+    let mut unwiped = Vec::new();
+    let mut remaining = Vec::new();
+    for owner in owners.extract_if(.., |owner| owner.overlaps(place)) {
+        let has_moved = owner.id != place.id || !owner.is_at_lease_offset(place);
+        if owner.released && !owner.remnant && has_moved {
+            broken.insert(owner.lease_key());
         }
-        let [before, within, behind] = split_range(&tenant.range, &place.range);
+        let [before, within, behind] = split_range(&owner.range, &place.range);
         let outside = before.into_iter().chain(behind);
-        kept.extend(outside.map(|range| tenant.slice(range)));
-        if tenant.needs_wipe(place, fate) {
-            marked.extend(within.map(|range| tenant.to_marked(range, place)));
+        remaining.extend(outside.map(|range| owner.slice(range)));
+        if owner.needs_wipe(place, policy) {
+            unwiped.extend(within.map(|range| owner.to_marked(range, place)));
         }
     }
-    tenants.append(&mut kept);
+    owners.append(&mut remaining);
     // All bytes that are not marked get the new id.
     let mut at = place.range.start();
-    marked.sort_by_key(|tenant: &RangeOwner| tenant.range.start());
-    for tenant in marked {
-        tenants.extend(gap_owner(place, at, tenant.range.start()));
-        at = tenant.range.end();
-        tenants.push(tenant);
+    unwiped.sort_by_key(|owner: &RangeOwner| owner.range.start());
+    for owner in unwiped {
+        owners.extend(gap_owner(place, at, owner.range.start()));
+        at = owner.range.end();
+        owners.push(owner);
     }
-    tenants.extend(gap_owner(place, at, place.range.end()));
+    owners.extend(gap_owner(place, at, place.range.end()));
 }
 
 /// Marks those bytes of `place` for wiping that no lease has had so far.
-fn mark_unknown(tenants: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
-    let known = tenants.iter().filter(|tenant| tenant.overlaps(place));
-    let known = known.filter_map(|tenant| {
-        let [_, within, _] = split_range(&tenant.range, &place.range);
+fn mark_unknown(owners: &mut Vec<RangeOwner>, place: &RangeCandidate<'_>) {
+    let known = owners.iter().filter(|owner| owner.overlaps(place));
+    let known = known.filter_map(|owner| {
+        let [_, within, _] = split_range(&owner.range, &place.range);
         within
     });
     let mut known: Vec<ByteRange> = known.collect();
     known.sort_by_key(ByteRange::start);
     let mut at = place.range.start();
     for range in known {
-        tenants.extend(gap_owner(place, at, range.start()).map(mark_unwiped));
+        owners.extend(gap_owner(place, at, range.start()).map(mark_unwiped));
         at = at.max(range.end());
     }
-    tenants.extend(gap_owner(place, at, place.range.end()).map(mark_unwiped));
+    owners.extend(gap_owner(place, at, place.range.end()).map(mark_unwiped));
 }
 
-fn mark_unwiped(tenant: RangeOwner) -> RangeOwner {
+fn mark_unwiped(owner: RangeOwner) -> RangeOwner {
     RangeOwner {
         wiping: true,
-        ..tenant
+        ..owner
     }
 }
 
 /// Returns the parts of `place` that are marked for wiping, as offsets on the leased drive.
-pub(super) fn unwiped_ranges(tenants: &[RangeOwner], place: &RangeCandidate<'_>) -> Vec<ByteRange> {
+pub(super) fn unwiped_ranges(owners: &[RangeOwner], place: &RangeCandidate<'_>) -> Vec<ByteRange> {
     let of_part = |part: &BackingPart| {
-        let marked = unwiped_in_part(tenants, &part.candidate(place));
-        let moved = marked.into_iter().map(|range| part.to_drive_range(range));
+        let unwiped = unwiped_in_part(owners, &part.candidate(place));
+        let moved = unwiped.into_iter().map(|range| part.to_drive_range(range));
         moved.flatten().collect::<Vec<_>>()
     };
     backing_parts(place).iter().flat_map(of_part).collect()
 }
 
-fn unwiped_in_part(tenants: &[RangeOwner], place: &RangeCandidate<'_>) -> Vec<ByteRange> {
-    let marked = tenants
+fn unwiped_in_part(owners: &[RangeOwner], place: &RangeCandidate<'_>) -> Vec<ByteRange> {
+    let unwiped = owners
         .iter()
-        .filter(|tenant| tenant.wiping && tenant.overlaps(place));
-    let mut marked: Vec<ByteRange> = marked
-        .filter_map(|tenant| {
-            let [_, within, _] = split_range(&tenant.range, &place.range);
+        .filter(|owner| owner.wiping && owner.overlaps(place));
+    let mut unwiped: Vec<ByteRange> = unwiped
+        .filter_map(|owner| {
+            let [_, within, _] = split_range(&owner.range, &place.range);
             within
         })
         .collect();
-    marked.sort_by_key(ByteRange::start);
-    join_adjacent(&marked)
+    unwiped.sort_by_key(ByteRange::start);
+    join_adjacent(&unwiped)
 }
 
 fn gap_owner(place: &RangeCandidate<'_>, start: u64, end: u64) -> Option<RangeOwner> {
@@ -558,46 +561,42 @@ mod tests {
 
     #[test]
     fn data_is_in_the_way_of_other_ids_alone() {
-        let mut tenants = Vec::new();
+        let mut owners = Vec::new();
         record_owner(
-            &mut tenants,
+            &mut owners,
             &place("a", 10, 10),
             PreviousDataPolicy::Refused,
         );
-        assert_eq!(find_blocking(&tenants, &place("a", 0, 30)), None);
-        assert_eq!(find_blocking(&tenants, &place("b", 0, 10)), None);
+        assert_eq!(find_blocking(&owners, &place("a", 0, 30)), None);
+        assert_eq!(find_blocking(&owners, &place("b", 0, 10)), None);
         let other = RangeCandidate {
             drive: "file:/other",
             ..place("b", 10, 10)
         };
-        assert_eq!(find_blocking(&tenants, &other), None);
-        let left = find_blocking(&tenants, &place("b", 19, 1)).unwrap();
+        assert_eq!(find_blocking(&owners, &other), None);
+        let left = find_blocking(&owners, &place("b", 19, 1)).unwrap();
         assert_eq!(left.to_string(), "data of lease \"a\" in 10+10");
 
-        record_owner(&mut tenants, &place("b", 15, 2), PreviousDataPolicy::Wiped);
+        record_owner(&mut owners, &place("b", 15, 2), PreviousDataPolicy::Wiped);
         assert_eq!(
-            unwiped_ranges(&tenants, &place("b", 0, 30)),
+            unwiped_ranges(&owners, &place("b", 0, 30)),
             [ByteRange::new(15, 2).unwrap()]
         );
         // A range whose wipe is incomplete belongs to no id.
-        let left = find_blocking(&tenants, &place("b", 15, 2)).unwrap();
+        let left = find_blocking(&owners, &place("b", 15, 2)).unwrap();
         assert!(left.to_string().ends_with("not wiped to the end"), "{left}");
-        record_owner(
-            &mut tenants,
-            &place("b", 15, 2),
-            PreviousDataPolicy::Refused,
-        );
-        assert_eq!(find_blocking(&tenants, &place("b", 15, 2)), None);
-        assert!(find_blocking(&tenants, &place("b", 10, 7)).is_some());
-        assert!(find_blocking(&tenants, &place("b", 17, 3)).is_some());
+        record_owner(&mut owners, &place("b", 15, 2), PreviousDataPolicy::Refused);
+        assert_eq!(find_blocking(&owners, &place("b", 15, 2)), None);
+        assert!(find_blocking(&owners, &place("b", 10, 7)).is_some());
+        assert!(find_blocking(&owners, &place("b", 17, 3)).is_some());
     }
 
     #[test]
     fn lists_are_the_same_in_any_order() {
-        let mut tenants = Vec::new();
+        let mut owners = Vec::new();
         for (id, start) in [("a", 10), ("b", 30), ("c", 50)] {
             record_owner(
-                &mut tenants,
+                &mut owners,
                 &place(id, start, 10),
                 PreviousDataPolicy::Refused,
             );
@@ -606,41 +605,41 @@ mod tests {
             drive: "file:/other",
             ..place("b", 10, 10)
         };
-        record_owner(&mut tenants, &other, PreviousDataPolicy::Refused);
-        let mut others = tenants.clone();
+        record_owner(&mut owners, &other, PreviousDataPolicy::Refused);
+        let mut others = owners.clone();
         others.rotate_left(1);
         others.swap(0, 2);
-        assert!(have_same_entries(&tenants, &others));
-        assert!(!have_same_entries(&tenants, &others[1..]));
+        assert!(have_same_entries(&owners, &others));
+        assert!(!have_same_entries(&owners, &others[1..]));
         others[0].released = true;
-        assert!(!have_same_entries(&tenants, &others));
+        assert!(!have_same_entries(&owners, &others));
         others[0] = others[1].clone();
-        assert!(!have_same_entries(&tenants, &others));
+        assert!(!have_same_entries(&owners, &others));
     }
 
     #[test]
     fn data_that_was_given_up_is_in_the_way_of_no_id() {
-        let mut tenants = Vec::new();
+        let mut owners = Vec::new();
         record_owner(
-            &mut tenants,
+            &mut owners,
             &place("a", 10, 10),
             PreviousDataPolicy::Refused,
         );
         record_owner(
-            &mut tenants,
+            &mut owners,
             &place("c", 30, 10),
             PreviousDataPolicy::Refused,
         );
-        let given_up = record_decision(&mut tenants, "a", PreviousDataPolicy::Kept);
+        let given_up = record_decision(&mut owners, "a", PreviousDataPolicy::Kept);
         assert_eq!(given_up, [ByteRange::new(10, 10).unwrap()]);
         assert_eq!(
-            record_decision(&mut tenants, "none", PreviousDataPolicy::Kept),
+            record_decision(&mut owners, "none", PreviousDataPolicy::Kept),
             []
         );
-        assert_eq!(find_blocking(&tenants, &place("b", 10, 10)), None);
-        assert!(find_blocking(&tenants, &place("b", 10, 21)).is_some());
+        assert_eq!(find_blocking(&owners, &place("b", 10, 10)), None);
+        assert!(find_blocking(&owners, &place("b", 10, 21)).is_some());
         // A request that wipes also wipes this range.
-        let mut wiped = tenants.clone();
+        let mut wiped = owners.clone();
         record_owner(&mut wiped, &place("b", 10, 10), PreviousDataPolicy::Wiped);
         assert_eq!(unwiped_ranges(&wiped, &place("b", 10, 10)), given_up);
         assert_eq!(
@@ -648,48 +647,36 @@ mod tests {
             [],
             "mixed data"
         );
-        // The new id owns the data of the part that it leases. The other part stays given up.
-        record_owner(
-            &mut tenants,
-            &place("b", 10, 5),
-            PreviousDataPolicy::Refused,
-        );
-        assert!(find_blocking(&tenants, &place("a", 10, 5)).is_some());
-        assert_eq!(find_blocking(&tenants, &place("d", 15, 5)), None);
+        // The new id owns the data that it leases, and the other part stays given up.
+        record_owner(&mut owners, &place("b", 10, 5), PreviousDataPolicy::Refused);
+        assert!(find_blocking(&owners, &place("a", 10, 5)).is_some());
+        assert_eq!(find_blocking(&owners, &place("d", 15, 5)), None);
     }
 
     #[test]
     fn what_no_lease_has_held_is_erased_on_request_alone() {
         let range = |start, length| ByteRange::new(start, length).unwrap();
-        let mut tenants = Vec::new();
-        record_owner(
-            &mut tenants,
-            &place("a", 10, 5),
-            PreviousDataPolicy::Refused,
-        );
-        record_owner(
-            &mut tenants,
-            &place("b", 20, 5),
-            PreviousDataPolicy::Refused,
-        );
-        let mut wiped = tenants.clone();
+        let mut owners = Vec::new();
+        record_owner(&mut owners, &place("a", 10, 5), PreviousDataPolicy::Refused);
+        record_owner(&mut owners, &place("b", 20, 5), PreviousDataPolicy::Refused);
+        let mut wiped = owners.clone();
         record_owner(&mut wiped, &place("a", 5, 25), PreviousDataPolicy::Wiped);
         assert_eq!(unwiped_ranges(&wiped, &place("a", 0, 40)), [range(20, 5)]);
-        record_owner(&mut tenants, &place("a", 5, 25), PreviousDataPolicy::Erased);
+        record_owner(&mut owners, &place("a", 5, 25), PreviousDataPolicy::Erased);
         let all = [range(5, 5), range(15, 15)];
-        assert_eq!(unwiped_ranges(&tenants, &place("a", 0, 40)), all);
+        assert_eq!(unwiped_ranges(&owners, &place("a", 0, 40)), all);
         // Data of the requesting id is not wiped, and wiped data becomes its own.
         for range in all {
             let place = place("a", range.start(), range.length());
-            record_owner(&mut tenants, &place, PreviousDataPolicy::Kept);
+            record_owner(&mut owners, &place, PreviousDataPolicy::Kept);
         }
-        record_owner(&mut tenants, &place("a", 5, 25), PreviousDataPolicy::Erased);
-        assert_eq!(unwiped_ranges(&tenants, &place("a", 0, 40)), []);
+        record_owner(&mut owners, &place("a", 5, 25), PreviousDataPolicy::Erased);
+        assert_eq!(unwiped_ranges(&owners, &place("a", 0, 40)), []);
     }
 
     #[test]
-    fn a_partition_has_the_tenants_of_its_disk() {
-        let mut tenants = Vec::new();
+    fn a_partition_has_the_owners_of_its_disk() {
+        let mut owners = Vec::new();
         let disk = |id, start, length| RangeCandidate {
             drive: "disk:one",
             ..place(id, start, length)
@@ -699,44 +686,44 @@ mod tests {
             ..place(id, start, length)
         };
         record_owner(
-            &mut tenants,
+            &mut owners,
             &disk("a", 110, 10),
             PreviousDataPolicy::Refused,
         );
-        assert_eq!(find_blocking(&tenants, &partition("b", 0, 10)), None);
-        assert!(find_blocking(&tenants, &partition("b", 15, 10)).is_some());
+        assert_eq!(find_blocking(&owners, &partition("b", 0, 10)), None);
+        assert!(find_blocking(&owners, &partition("b", 15, 10)).is_some());
         record_owner(
-            &mut tenants,
+            &mut owners,
             &partition("b", 15, 10),
             PreviousDataPolicy::Wiped,
         );
         assert_eq!(
-            unwiped_ranges(&tenants, &partition("b", 15, 10)),
+            unwiped_ranges(&owners, &partition("b", 15, 10)),
             [ByteRange::new(15, 5).unwrap()]
         );
-        assert!(find_blocking(&tenants, &disk("a", 124, 1)).is_some());
+        assert!(find_blocking(&owners, &disk("a", 124, 1)).is_some());
     }
 
     #[test]
-    fn a_block_device_has_the_tenants_of_its_namespace() {
-        let mut tenants = Vec::new();
+    fn a_block_device_has_the_owners_of_its_namespace() {
+        let mut owners = Vec::new();
         let physical = RangeCandidate {
             drive: "nvme:nqn.a:s",
             nsid: 2,
             ..place("a", 110, 10)
         };
-        record_owner(&mut tenants, &physical, PreviousDataPolicy::Refused);
+        record_owner(&mut owners, &physical, PreviousDataPolicy::Refused);
         let block = |drive| RangeCandidate {
             drive,
             ..place("b", 0, 50)
         };
-        assert!(find_blocking(&tenants, &block("100+50 of nvme:nqn.a:s/2")).is_some());
+        assert!(find_blocking(&owners, &block("100+50 of nvme:nqn.a:s/2")).is_some());
         assert_eq!(
-            find_blocking(&tenants, &block("100+50 of nvme:nqn.a:s")),
+            find_blocking(&owners, &block("100+50 of nvme:nqn.a:s")),
             None
         );
         assert_eq!(
-            find_blocking(&tenants, &block("120+50 of nvme:nqn.a:s/2")),
+            find_blocking(&owners, &block("120+50 of nvme:nqn.a:s/2")),
             None
         );
     }
@@ -773,64 +760,64 @@ mod tests {
         ]
     }
 
-    fn fate() -> impl Strategy<Value = PreviousDataPolicy> {
+    fn previous_data_policy() -> impl Strategy<Value = PreviousDataPolicy> {
         use PreviousDataPolicy::{Erased, Kept, Refused, Wiped};
         prop::sample::select(vec![Refused, Kept, Wiped, Erased])
     }
 
     proptest! {
         #[test]
-        fn every_byte_has_the_tenant_that_last_entered(
-            steps in prop::collection::vec((prop::sample::select(vec!["a", "b", "c"]), doing(), fate()), 1..40)
+        fn every_byte_has_the_owner_that_last_entered(
+            steps in prop::collection::vec((prop::sample::select(vec!["a", "b", "c"]), doing(), previous_data_policy()), 1..40)
         ) {
             let mut model: [Option<OwnerModelByte>; 80] = [None; 80];
-            let mut tenants = Vec::new();
-            for (id, doing, fate) in steps {
+            let mut owners = Vec::new();
+            for (id, doing, policy) in steps {
                 match doing {
                     OwnerModelAction::Enter(start, length) => {
                         let place = place(id, start, length);
                         let bytes = &mut model[start as usize..(start + length) as usize];
                         let refused = bytes.iter().flatten().any(|byte| byte.refuses(id));
-                        prop_assert_eq!(find_blocking(&tenants, &place).is_some(), refused);
-                        record_owner(&mut tenants, &place, fate);
+                        prop_assert_eq!(find_blocking(&owners, &place).is_some(), refused);
+                        record_owner(&mut owners, &place, policy);
                         for byte in bytes {
                             let wiped = byte.filter(|byte| {
-                                let fate = if fate == PreviousDataPolicy::Refused { byte.2 } else { fate };
-                                let given = matches!(fate, PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased);
+                                let policy = if policy == PreviousDataPolicy::Refused { byte.2 } else { policy };
+                                let given = matches!(policy, PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased);
                                 byte.is_foreign(id) && given
                             });
                             *byte = Some(match wiped {
                                 Some(OwnerModelByte(owner, _, decided)) => OwnerModelByte(owner, true, decided),
                                 None => {
-                                    let is_unknown = byte.is_none() && fate == PreviousDataPolicy::Erased;
+                                    let is_unknown = byte.is_none() && policy == PreviousDataPolicy::Erased;
                                     OwnerModelByte(id, is_unknown, PreviousDataPolicy::Refused)
                                 }
                             });
                         }
                     }
                     OwnerModelAction::Decide => {
-                        record_decision(&mut tenants, id, fate);
+                        record_decision(&mut owners, id, policy);
                         for byte in model.iter_mut().flatten() {
-                            if byte.0 == id && (!byte.1 || fate != PreviousDataPolicy::Kept) {
-                                byte.2 = match fate {
+                            if byte.0 == id && (!byte.1 || policy != PreviousDataPolicy::Kept) {
+                                byte.2 = match policy {
                                     PreviousDataPolicy::Erased => PreviousDataPolicy::Wiped,
-                                    fate => fate,
+                                    policy => policy,
                                 };
                             }
                         }
                     }
                 }
                 for (at, byte) in model.iter().enumerate() {
-                    let found: Vec<_> = tenants
+                    let found: Vec<_> = owners
                         .iter()
-                        .filter(|tenant| (tenant.range.start()..tenant.range.end()).contains(&(at as u64)))
-                        .map(|tenant| {
-                            let decided = match (tenant.given_up, tenant.released) {
+                        .filter(|range_owner| (range_owner.range.start()..range_owner.range.end()).contains(&(at as u64)))
+                        .map(|range_owner| {
+                            let decided = match (range_owner.given_up, range_owner.released) {
                                 (false, false) => PreviousDataPolicy::Refused,
                                 (_, false) => PreviousDataPolicy::Kept,
                                 (_, true) => PreviousDataPolicy::Wiped,
                             };
-                            (tenant.id.as_str(), tenant.wiping, decided)
+                            (range_owner.id.as_str(), range_owner.wiping, decided)
                         })
                         .collect();
                     let expected: Vec<_> = byte.iter().map(|byte| (byte.0, byte.1, byte.2)).collect();

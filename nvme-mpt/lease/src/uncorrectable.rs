@@ -59,29 +59,31 @@ impl UncorrectableBytes {
 
 /// Returns `ranges` without the bytes of `cut`.
 pub(super) fn subtract(ranges: &[ByteRange], cut: &ByteRange) -> Vec<ByteRange> {
-    let kept = ranges
+    let remaining = ranges
         .iter()
         .flat_map(|range| match split_range(range, cut) {
             [before, Some(_), behind] => [before, behind],
             [_, None, _] => [Some(*range), None],
         });
-    kept.flatten().collect()
+    remaining.flatten().collect()
 }
 
 /// Returns the unreadable ranges of the id of `place` that lie in `place`, as offsets on the leased drive.
 pub(super) fn find_ranges(
-    marks: &[UncorrectableBytes],
+    uncorrectable: &[UncorrectableBytes],
     place: &RangeCandidate<'_>,
 ) -> Vec<ByteRange> {
     let of_part = |part: &BackingPart| {
         let place = part.candidate(place);
-        let its = marks
-            .iter()
-            .filter(|marks| marks.id == place.id && marks.is_on_base(&place));
-        let within = its.flat_map(|marks| &marks.ranges).filter_map(|range| {
-            let [_, within, _] = split_range(range, &place.range);
-            part.to_drive_range(within?)
+        let its = uncorrectable.iter().filter(|uncorrectable| {
+            uncorrectable.id == place.id && uncorrectable.is_on_base(&place)
         });
+        let within = its
+            .flat_map(|uncorrectable| &uncorrectable.ranges)
+            .filter_map(|range| {
+                let [_, within, _] = split_range(range, &place.range);
+                part.to_drive_range(within?)
+            });
         within.collect::<Vec<_>>()
     };
     backing_parts(place).iter().flat_map(of_part).collect()
@@ -90,7 +92,7 @@ pub(super) fn find_ranges(
 /// Replaces the ranges that are recorded as unreadable for the id of `place` within `place` by `ranges`, which are offsets on
 /// the leased drive.
 pub(super) fn replace(
-    marks: &mut Vec<UncorrectableBytes>,
+    uncorrectable: &mut Vec<UncorrectableBytes>,
     place: &RangeCandidate<'_>,
     ranges: &[ByteRange],
 ) {
@@ -100,7 +102,7 @@ pub(super) fn replace(
         at = at.saturating_add(part.range.length());
         let Ok(on_drive) = on_drive else { continue };
         let place = part.candidate(place);
-        remove_from_part(marks, &place, |id| id == place.id);
+        remove_from_part(uncorrectable, &place, |id| id == place.id);
         let within = ranges.iter().filter_map(|range| {
             let [_, within, _] = split_range(range, &on_drive);
             let within = within?;
@@ -111,17 +113,23 @@ pub(super) fn replace(
         if within.is_empty() {
             continue;
         }
-        let is_its = |marks: &UncorrectableBytes| {
-            (marks.id.as_str(), marks.drive.as_str(), marks.nsid)
-                == (place.id, place.drive, place.nsid)
+        let is_its = |uncorrectable: &UncorrectableBytes| {
+            (
+                uncorrectable.id.as_str(),
+                uncorrectable.drive.as_str(),
+                uncorrectable.nsid,
+            ) == (place.id, place.drive, place.nsid)
         };
-        if let Some(its) = marks.iter_mut().find(|marks| is_its(marks)) {
+        if let Some(its) = uncorrectable
+            .iter_mut()
+            .find(|uncorrectable| is_its(uncorrectable))
+        {
             its.ranges.append(&mut within);
             its.ranges.sort_by_key(ByteRange::start);
             its.ranges = join_adjacent(&its.ranges);
         } else {
             within.sort_by_key(ByteRange::start);
-            marks.push(UncorrectableBytes {
+            uncorrectable.push(UncorrectableBytes {
                 id: place.id.to_owned(),
                 drive: place.drive.to_owned(),
                 nsid: place.nsid,
@@ -129,42 +137,45 @@ pub(super) fn replace(
             });
         }
     }
-    marks.retain(|marks| !marks.ranges.is_empty());
+    uncorrectable.retain(|uncorrectable| !uncorrectable.ranges.is_empty());
 }
 
-/// Removes unreadable ranges of other ids in `place`, because the id of `place` now owns these bytes.
-pub(super) fn remove_others(marks: &mut Vec<UncorrectableBytes>, place: &RangeCandidate<'_>) {
-    remove_where(marks, place, |id| id != place.id);
+/// Removes the marks of other ids in `place`, because the id of `place` now owns these bytes.
+pub(super) fn remove_others(
+    uncorrectable: &mut Vec<UncorrectableBytes>,
+    place: &RangeCandidate<'_>,
+) {
+    remove_where(uncorrectable, place, |id| id != place.id);
 }
 
 /// Removes all unreadable ranges in `place`, because its bytes were wiped.
-pub(super) fn remove_all(marks: &mut Vec<UncorrectableBytes>, place: &RangeCandidate<'_>) {
-    remove_where(marks, place, |_| true);
+pub(super) fn remove_all(uncorrectable: &mut Vec<UncorrectableBytes>, place: &RangeCandidate<'_>) {
+    remove_where(uncorrectable, place, |_| true);
 }
 
 fn remove_where(
-    marks: &mut Vec<UncorrectableBytes>,
+    uncorrectable: &mut Vec<UncorrectableBytes>,
     place: &RangeCandidate<'_>,
     is_of: impl Fn(&str) -> bool,
 ) {
     // Most drives have no unreadable ranges.
-    if marks.is_empty() {
+    if uncorrectable.is_empty() {
         return;
     }
     for part in backing_parts(place) {
-        remove_from_part(marks, &part.candidate(place), &is_of);
+        remove_from_part(uncorrectable, &part.candidate(place), &is_of);
     }
-    marks.retain(|marks| !marks.ranges.is_empty());
+    uncorrectable.retain(|uncorrectable| !uncorrectable.ranges.is_empty());
 }
 
 fn remove_from_part(
-    marks: &mut [UncorrectableBytes],
+    uncorrectable: &mut [UncorrectableBytes],
     place: &RangeCandidate<'_>,
     is_of: impl Fn(&str) -> bool,
 ) {
-    for marks in marks {
-        if is_of(&marks.id) && marks.is_on_base(place) {
-            marks.remove_range(&place.range);
+    for uncorrectable in uncorrectable {
+        if is_of(&uncorrectable.id) && uncorrectable.is_on_base(place) {
+            uncorrectable.remove_range(&place.range);
         }
     }
 }
@@ -191,36 +202,55 @@ mod tests {
 
     #[test]
     fn marks_are_those_of_the_bytes_by_whatever_name() {
-        let mut marks = Vec::new();
+        let mut uncorrectable = Vec::new();
         let partition = |id, start, length| place(id, "100+50 of disk:one", start, length);
         replace(
-            &mut marks,
+            &mut uncorrectable,
             &partition("a", 0, 50),
             &[range(4, 2), range(30, 1)],
         );
         let disk = place("a", "disk:one", 100, 50);
-        assert_eq!(find_ranges(&marks, &disk), [range(104, 2), range(130, 1)]);
-        assert_eq!(find_ranges(&marks, &place("b", "disk:one", 100, 50)), []);
-        assert_eq!(find_ranges(&marks, &place("a", "disk:two", 100, 50)), []);
-        remove_others(&mut marks, &disk);
-        assert_eq!(find_ranges(&marks, &partition("a", 5, 10)), [range(5, 1)]);
-        remove_others(&mut marks, &place("b", "disk:one", 105, 20));
-        assert_eq!(find_ranges(&marks, &disk), [range(104, 1), range(130, 1)]);
-        remove_all(&mut marks, &place("a", "disk:one", 104, 1));
-        assert_eq!(find_ranges(&marks, &disk), [range(130, 1)]);
-        replace(&mut marks, &disk, &[]);
-        assert_eq!(marks, [], "an id without marks takes no room");
+        assert_eq!(
+            find_ranges(&uncorrectable, &disk),
+            [range(104, 2), range(130, 1)]
+        );
+        assert_eq!(
+            find_ranges(&uncorrectable, &place("b", "disk:one", 100, 50)),
+            []
+        );
+        assert_eq!(
+            find_ranges(&uncorrectable, &place("a", "disk:two", 100, 50)),
+            []
+        );
+        remove_others(&mut uncorrectable, &disk);
+        assert_eq!(
+            find_ranges(&uncorrectable, &partition("a", 5, 10)),
+            [range(5, 1)]
+        );
+        remove_others(&mut uncorrectable, &place("b", "disk:one", 105, 20));
+        assert_eq!(
+            find_ranges(&uncorrectable, &disk),
+            [range(104, 1), range(130, 1)]
+        );
+        remove_all(&mut uncorrectable, &place("a", "disk:one", 104, 1));
+        assert_eq!(find_ranges(&uncorrectable, &disk), [range(130, 1)]);
+        replace(&mut uncorrectable, &disk, &[]);
+        assert_eq!(uncorrectable, [], "an id without marks takes no room");
     }
 
     #[test]
     fn ranges_are_stored_as_one_text() {
-        let mut marks = Vec::new();
+        let mut uncorrectable = Vec::new();
         let its = place("a", "disk:one", 0, 1 << 20);
-        replace(&mut marks, &its, &[range(512, 512), range(1536, 4096)]);
-        let text = serde_json::to_string(&marks).unwrap();
+        replace(
+            &mut uncorrectable,
+            &its,
+            &[range(512, 512), range(1536, 4096)],
+        );
+        let text = serde_json::to_string(&uncorrectable).unwrap();
         assert!(text.contains("\"512+512 1536+4K\""), "{text}");
         let read: Vec<UncorrectableBytes> = serde_json::from_str(&text).unwrap();
-        assert_eq!(read, marks);
+        assert_eq!(read, uncorrectable);
         for wrong in ["512", "x+1", "1+0"] {
             let text = text.replace("512+512", wrong);
             serde_json::from_str::<Vec<UncorrectableBytes>>(&text).unwrap_err();
@@ -232,7 +262,7 @@ mod tests {
         fn they_are_a_set_of_bytes_for_each_id(
             steps in prop::collection::vec((0..4_u8, any::<bool>(), 0..60_u64, 1..9_u64), 1..40)
         ) {
-            let mut marks = Vec::new();
+            let mut uncorrectable = Vec::new();
             let mut model = [[false; 80]; 2];
             for (step, second, start, length) in steps {
                 let (id, index) = if second { ("b", 1) } else { ("a", 0) };
@@ -241,26 +271,26 @@ mod tests {
                 let bytes = start as usize..(start + length) as usize;
                 match step {
                     0 => {
-                        let mut all = find_ranges(&marks, &whole);
+                        let mut all = find_ranges(&uncorrectable, &whole);
                         all.push(range(start, length));
-                        replace(&mut marks, &whole, &all);
+                        replace(&mut uncorrectable, &whole, &all);
                         model[index][bytes].fill(true);
                     }
                     1 => {
-                        replace(&mut marks, &part, &[]);
+                        replace(&mut uncorrectable, &part, &[]);
                         model[index][bytes].fill(false);
                     }
                     2 => {
-                        remove_others(&mut marks, &part);
+                        remove_others(&mut uncorrectable, &part);
                         model[1 - index][bytes].fill(false);
                     }
                     _ => {
-                        remove_all(&mut marks, &part);
+                        remove_all(&mut uncorrectable, &part);
                         model.iter_mut().for_each(|model| model[bytes.clone()].fill(false));
                     }
                 }
                 for (id, model) in ["a", "b"].iter().zip(&model) {
-                    let found = find_ranges(&marks, &place(id, "disk:one", 0, 80));
+                    let found = find_ranges(&uncorrectable, &place(id, "disk:one", 0, 80));
                     for (at, marked) in (0..).zip(model) {
                         let is_in = |range: &ByteRange| (range.start()..range.end()).contains(&at);
                         prop_assert_eq!(found.iter().any(is_in), *marked);

@@ -315,8 +315,8 @@ impl CompletionIndices {
 
     /// Returns unused permits, which frees their entries.
     #[inline]
-    pub const fn return_credits(&mut self, rooms: CompletionCredits) {
-        self.free_entries += rooms.0;
+    pub const fn return_credits(&mut self, credits: CompletionCredits) {
+        self.free_entries += credits.0;
     }
 
     /// Advances the tail past a filled entry, which uses up the entry's permit.
@@ -400,16 +400,16 @@ mod tests {
     #[test]
     fn room_is_reserved_once() {
         let mut queue = CompletionIndices::new(size(4));
-        let mut rooms = queue.reserve_up_to(5);
-        assert_eq!((rooms.count(), queue.free_entries()), (3, 0));
+        let mut credits = queue.reserve_up_to(5);
+        assert_eq!((credits.count(), queue.free_entries()), (3, 0));
         assert!(queue.reserve().is_none());
-        let room = rooms.split_off().expect("room");
-        queue.return_credits(rooms);
+        let credit = credits.split_off().expect("room");
+        queue.return_credits(credits);
         assert_eq!((queue.unconsumed(), queue.free_entries()), (0, 2));
-        queue.spend(room);
+        queue.spend(credit);
         assert_eq!((queue.unconsumed(), queue.free_entries()), (1, 2));
-        let room = queue.reserve().expect("room");
-        queue.return_credits(room.into());
+        let credit = queue.reserve().expect("room");
+        queue.return_credits(credit.into());
         assert_eq!(queue.free_entries(), 2);
         assert!(queue.reserve_up_to(0).split_off().is_none());
     }
@@ -420,21 +420,21 @@ mod tests {
         const ENTRIES: u32 = 3;
         for steps in 0..5_u32.pow(8) {
             let mut queue = CompletionIndices::new(size(ENTRIES));
-            let (mut posted, mut rooms, mut count) = (VecDeque::new(), Vec::new(), 0);
+            let (mut posted, mut credits, mut count) = (VecDeque::new(), Vec::new(), 0);
             for step in 0..8 {
                 match steps / 5_u32.pow(step) % 5 {
                     0 => {
-                        let room = queue.reserve();
-                        assert_eq!(room.is_some(), posted.len() + rooms.len() < 2);
-                        rooms.extend(room);
+                        let credit = queue.reserve();
+                        assert_eq!(credit.is_some(), posted.len() + credits.len() < 2);
+                        credits.extend(credit);
                     }
                     1 => {
-                        if let Some(room) = rooms.pop() {
+                        if let Some(credit) = credits.pop() {
                             let tail = queue.tail();
                             assert_eq!(tail.get(), count % ENTRIES);
                             assert_eq!(tail.phase(), (count / ENTRIES).is_multiple_of(2));
                             count += 1;
-                            queue.spend(room);
+                            queue.spend(credit);
                             assert_eq!(queue.filled_since(tail), 1);
                             posted.push_back(tail.get());
                         }
@@ -446,8 +446,8 @@ mod tests {
                         }
                     }
                     3 => {
-                        if let Some(room) = rooms.pop() {
-                            queue.return_credits(room.into());
+                        if let Some(credit) = credits.pop() {
+                            queue.return_credits(credit.into());
                         }
                     }
                     _ => {
@@ -459,7 +459,7 @@ mod tests {
                 assert_eq!(queue.unconsumed() as usize, posted.len());
                 assert_eq!(
                     queue.free_entries() as usize,
-                    2 - posted.len() - rooms.len()
+                    2 - posted.len() - credits.len()
                 );
             }
         }

@@ -604,7 +604,7 @@ mod tests {
     fn a_device_that_is_given_up_is_reached_no_more() {
         let pages = 3 * crate::host_page_size();
         let (file, mapping) = device(pages as u64);
-        let witness = Mapping::shared(file.as_fd(), 0, pages, MappingAccess::Read).expect("map");
+        let probe = Mapping::shared(file.as_fd(), 0, pages, MappingAccess::Read).expect("map");
         mapping.bytes(0, 4).expect("inside").copy_from(&[1; 4]);
         mapping.detach_device().expect("give up");
         assert!(mapping.is_lost());
@@ -612,8 +612,8 @@ mod tests {
             assert_eq!(read(&mapping, offset), [0xFF; 4]);
             mapping.bytes(offset, 4).expect("inside").copy_from(&[2; 4]);
         }
-        assert_eq!(read(&witness, 0), [1; 4]);
-        assert_eq!(read(&witness, 512), [0; 4]);
+        assert_eq!(read(&probe, 0), [1; 4]);
+        assert_eq!(read(&probe, 512), [0; 4]);
         mapping.detach_device().expect("again");
 
         let memory = Mapping::shared(file.as_fd(), 0, pages, MappingAccess::Read).expect("map");

@@ -227,16 +227,16 @@ fn the_vmms_own_mapping_waits_for_minor_faults() {
     };
     let guest = Guest::new();
     // The page exists, but does not have the guest's data yet.
-    let elsewhere =
+    let other_mapping =
         Mapping::shared(guest.memory.as_fd(), 0, LEN, MappingAccess::ReadWrite).unwrap();
-    elsewhere.bytes(0, LEN).unwrap().copy_from(&[1; LEN]);
+    other_mapping.bytes(0, LEN).unwrap().copy_from(&[1; LEN]);
     guest.register(&client, 0, LEN, MODE_MINOR);
     assert!(guest.is_incomplete());
     let own = guest.own();
     let (thread, is_held_up) = run(&client, move || byte(&own, 0x3000));
     assert!(is_held_up);
     let page = fault(&client);
-    elsewhere.bytes(0x3000, 1).unwrap().copy_from(&[0x5A]);
+    other_mapping.bytes(0x3000, 1).unwrap().copy_from(&[0x5A]);
     control(&client, UFFDIO_CONTINUE, &mut [page, PAGE as u64, 0, 0]).unwrap();
     assert_eq!(thread.join().unwrap(), 0x5A);
 }
@@ -293,17 +293,17 @@ fn huge_pages_that_are_registered_are_incomplete() {
         assert_ne!(start, libc::MAP_FAILED, "{}", io::Error::last_os_error());
         (memory, start as u64)
     };
-    let look = || is_incomplete(MemoryHolder::ThisProcess, memory.as_fd()).unwrap();
-    assert!(!look());
+    let check = || is_incomplete(MemoryHolder::ThisProcess, memory.as_fd()).unwrap();
+    assert!(!check());
     control(
         &client,
         UFFDIO_REGISTER,
         &mut [start, HUGE as u64, MODE_MISSING, 0],
     )
     .unwrap();
-    assert!(look());
+    assert!(check());
     drop(client);
-    assert!(!look());
+    assert!(!check());
 }
 
 #[test]
@@ -328,10 +328,10 @@ fn a_client_is_found_by_its_number_and_by_its_user() {
     guest.register(&client, 0, LEN, MODE_MISSING);
     // SAFETY: the call has no preconditions.
     let uid = unsafe { libc::getuid() };
-    let look = |pid| is_incomplete(MemoryHolder::Client { pid, uid }, guest.memory.as_fd());
-    assert!(look(std::process::id()).unwrap());
+    let check = |pid| is_incomplete(MemoryHolder::Client { pid, uid }, guest.memory.as_fd());
+    assert!(check(std::process::id()).unwrap());
     // The client that connected was a launcher, which has ended.
-    assert!(look(0).unwrap());
+    assert!(check(0).unwrap());
     let trusted = is_incomplete(MemoryHolder::Trusted, guest.memory.as_fd());
     assert!(!trusted.unwrap());
 }

@@ -91,29 +91,29 @@ impl CalendarRing {
         // Scans the bitmap word by word. The bits before the first page in the first word are the end of the ring, and come
         // last.
         let last = self.window_start + ahead.min(PAGES - 1);
-        let (mut word, mut asked) = (self.window_start / 64, u64::MAX << (self.window_start % 64));
+        let (mut word, mut wanted) = (self.window_start / 64, u64::MAX << (self.window_start % 64));
         loop {
-            while word < last / 64 && self.occupied[(word % 64) as usize] & asked == 0 {
+            while word < last / 64 && self.occupied[(word % 64) as usize] & wanted == 0 {
                 word += 1;
-                asked = u64::MAX;
+                wanted = u64::MAX;
             }
             let is_last = word == last / 64;
             if is_last {
-                asked &= u64::MAX >> (63 - last % 64);
+                wanted &= u64::MAX >> (63 - last % 64);
             }
-            self.release_word((word % 64) as usize, asked, &mut done);
+            self.release_word((word % 64) as usize, wanted, &mut done);
             if is_last {
                 return;
             }
             word += 1;
-            asked = u64::MAX;
+            wanted = u64::MAX;
         }
     }
 
-    /// Removes the completions on those pages of a bitmap word whose bits are set in `asked`.
+    /// Removes the completions on those pages of a bitmap word whose bits are set in `wanted`.
     #[inline(always)]
-    fn release_word(&mut self, word: usize, asked: u64, done: &mut impl FnMut(HostCompletion)) {
-        let mut due = self.occupied[word] & asked;
+    fn release_word(&mut self, word: usize, wanted: u64, done: &mut impl FnMut(HostCompletion)) {
+        let mut due = self.occupied[word] & wanted;
         self.occupied[word] ^= due;
         while due != 0 {
             let page = word * 64 + due.trailing_zeros() as usize;

@@ -81,8 +81,8 @@ impl ModelledFlash {
 
     /// Programs a program unit. Returns the time when the die has programmed it.
     pub(super) fn program(&mut self, die: usize, now: u64, bytes: u64) -> u64 {
-        let there = self.transfer(die, now, bytes);
-        self.dies.occupy(die, there, self.busy.program)
+        let arrived_at = self.transfer(die, now, bytes);
+        self.dies.occupy(die, arrived_at, self.busy.program)
     }
 
     /// Erases a block. Returns the time when the die has erased it.

@@ -96,8 +96,8 @@ impl KvModel {
         let moving = |ticks_per_byte: f64| (work.bytes as f64 * ticks_per_byte).round() as u64;
         let latency = match work.access {
             KvAccess::Store => {
-                let there = links.occupy(TO_DRIVE, now, moving(self.to_drive));
-                return units.occupy_first(there, self.store);
+                let arrived_at = links.occupy(TO_DRIVE, now, moving(self.to_drive));
+                return units.occupy_first(arrived_at, self.store);
             }
             KvAccess::Retrieve => self.retrieve,
             KvAccess::Delete => self.delete,

@@ -11,8 +11,8 @@
 //! the poller does not sleep. When a queue is stopped, held completions come out immediately.
 //!
 //! Model `nvm` has one atomic variable per unit. The flash models `ssd` and `zns` have one lock, taken once per batch. Model
-//! `kv` is used by key-value queues (`completion_pacer.rs` of `nvme-key-values`) and has a lock per command. To add a model, add
-//! a file here, a variant of `DriveProfile` and of `ModelKind`, and a TOML file in `resources/drives/`.
+//! `kv` is used by key-value queues (`completion_pacer.rs` of `nvme-key-values`) and has a lock per command. To add a model,
+//! add a file here, a variant of `DriveProfile` and of `ModelKind`, and a TOML file in `resources/drives/`.
 //!
 //! # Example
 //!

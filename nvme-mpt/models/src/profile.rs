@@ -45,27 +45,29 @@ pub enum ProfileError {
         source: io::Error,
     },
     /// This build cannot parse profiles.
-    #[error("Profile `{origin}` cannot be read: this program was built without the feature `toml`")]
+    #[error(
+        "Profile `{source_name}` cannot be read: this program was built without the feature `toml`"
+    )]
     NotBuilt {
         /// Name or path of the profile.
-        origin: String,
+        source_name: String,
     },
     /// The text is not a valid profile.
     #[cfg(feature = "toml")]
     #[error(
-        "Profile `{origin}` is invalid; resources/drives has examples with every field explained"
+        "Profile `{source_name}` is invalid; resources/drives has examples with every field explained"
     )]
     Syntax {
         /// Name or path of the profile.
-        origin: String,
+        source_name: String,
         /// The parse error with its position.
         source: Box<toml::de::Error>,
     },
     /// A field has a value out of range.
-    #[error("Profile `{origin}`: {field} cannot be {value}; {allowed}")]
+    #[error("Profile `{source_name}`: {field} cannot be {value}; {allowed}")]
     Value {
         /// Name or path of the profile.
-        origin: String,
+        source_name: String,
         /// Name of the field.
         field: &'static str,
         /// Value of the field.
@@ -319,12 +321,12 @@ impl DriveProfile {
         }
     }
 
-    /// Parses a profile. In errors, `origin` names the source of the text.
+    /// Parses a profile. In errors, `source` names the source of the text.
     ///
     /// # Errors
     /// `ProfileError::Syntax`, [`ProfileError::Value`], and [`ProfileError::NotBuilt`] without the feature `toml`.
-    pub fn parse(origin: &str, text: &str) -> Result<Self, ProfileError> {
-        let profile = Self::read(origin, text)?;
+    pub fn parse(source: &str, text: &str) -> Result<Self, ProfileError> {
+        let profile = Self::read(source, text)?;
         let checks = match &profile {
             Self::Nvm(nvm) => nvm.check(),
             Self::Ssd(ssd) => ssd.check(),
@@ -338,7 +340,7 @@ impl DriveProfile {
                 value,
                 allowed,
             }) => Err(ProfileError::Value {
-                origin: origin.to_owned(),
+                source_name: source.to_owned(),
                 field,
                 value,
                 allowed,
@@ -347,17 +349,17 @@ impl DriveProfile {
     }
 
     #[cfg(feature = "toml")]
-    fn read(origin: &str, text: &str) -> Result<Self, ProfileError> {
+    fn read(source_name: &str, text: &str) -> Result<Self, ProfileError> {
         toml::from_str(text).map_err(|source| ProfileError::Syntax {
-            origin: origin.to_owned(),
+            source_name: source_name.to_owned(),
             source: Box::new(source),
         })
     }
 
     #[cfg(not(feature = "toml"))]
-    fn read(origin: &str, _: &str) -> Result<Self, ProfileError> {
+    fn read(source: &str, _: &str) -> Result<Self, ProfileError> {
         Err(ProfileError::NotBuilt {
-            origin: origin.to_owned(),
+            source_name: source.to_owned(),
         })
     }
 }
@@ -420,12 +422,12 @@ fn require_units(
     flash_page: ProfileSize,
     program_unit: ProfileSize,
 ) -> Result<(), UnusableProfileValue> {
-    let sound = is_multiple(flash_page, 4096) && flash_page.0 <= 1 << 20;
+    let is_valid = is_multiple(flash_page, 4096) && flash_page.0 <= 1 << 20;
     let allowed = "a flash page is a multiple of 4K, up to 1M";
-    require(sound, "flash_page", ByteSize(flash_page.0), allowed)?;
-    let sound = is_multiple(program_unit, flash_page.0);
+    require(is_valid, "flash_page", ByteSize(flash_page.0), allowed)?;
+    let is_valid = is_multiple(program_unit, flash_page.0);
     let allowed = "a program unit is a multiple of a flash page";
-    require(sound, "program_unit", ByteSize(program_unit.0), allowed)
+    require(is_valid, "program_unit", ByteSize(program_unit.0), allowed)
 }
 
 impl NvmProfile {
@@ -433,9 +435,9 @@ impl NvmProfile {
         let units = (1..=1024).contains(&self.units);
         require(units, "units", self.units, "a drive has 1 to 1024")?;
         let ProfileSize(stripe) = self.stripe;
-        let sound = stripe.is_power_of_two() && (4096..=1 << 20).contains(&stripe);
+        let is_valid = stripe.is_power_of_two() && (4096..=1 << 20).contains(&stripe);
         let allowed = "a stripe is a power of two, from 4K to 1M";
-        require(sound, "stripe", ByteSize(stripe), allowed)?;
+        require(is_valid, "stripe", ByteSize(stripe), allowed)?;
         require_bandwidth("read.bandwidth", self.read.bandwidth)?;
         require_bandwidth("write.bandwidth", self.write.bandwidth)
     }
@@ -446,13 +448,18 @@ impl SsdProfile {
         require_dies(self.channels, self.dies_per_channel)?;
         let all = self.channels * self.dies_per_channel;
         let few = (1..=64).contains(&self.instances);
-        let sound = few && all.is_multiple_of(self.instances);
+        let is_valid = few && all.is_multiple_of(self.instances);
         let allowed = "a drive has 1 to 64, and its dies are divided evenly among them";
-        require(sound, "instances", self.instances, allowed)?;
+        require(is_valid, "instances", self.instances, allowed)?;
         self.check_sizes()?;
-        let sound = (3..=100).contains(&self.over_provisioning);
+        let is_valid = (3..=100).contains(&self.over_provisioning);
         let allowed = "it is 3 to 100 percent";
-        require(sound, "over_provisioning", self.over_provisioning, allowed)?;
+        require(
+            is_valid,
+            "over_provisioning",
+            self.over_provisioning,
+            allowed,
+        )?;
         require_bandwidth("channel_bandwidth", self.channel_bandwidth)?;
         require_bandwidth("link_bandwidth", self.link_bandwidth)
     }
@@ -460,37 +467,42 @@ impl SsdProfile {
     fn check_sizes(&self) -> Result<(), UnusableProfileValue> {
         let shown = |size: ProfileSize| ByteSize(size.0);
         require_units(self.flash_page, self.program_unit)?;
-        let sound = is_multiple(self.block, self.program_unit.0) && self.block.0 <= 64 << 20;
+        let is_valid = is_multiple(self.block, self.program_unit.0) && self.block.0 <= 64 << 20;
         let allowed = "a block is a multiple of a program unit, up to 64M";
-        require(sound, "block", shown(self.block), allowed)?;
+        require(is_valid, "block", shown(self.block), allowed)?;
         // While one program unit of each instance is filled, the space of the previous program unit is not free yet.
         let least = 2 * u64::from(self.instances) * self.program_unit.0;
-        let sound = (least..=1 << 30).contains(&self.write_buffer.0);
+        let is_valid = (least..=1 << 30).contains(&self.write_buffer.0);
         let allowed =
             "a write buffer has two program units for each instance at least, and 1G at most";
-        require(sound, "write_buffer", shown(self.write_buffer), allowed)
+        require(is_valid, "write_buffer", shown(self.write_buffer), allowed)
     }
 }
 
 impl ZnsProfile {
     fn check(&self) -> Result<(), UnusableProfileValue> {
         let ProfileSize(size) = self.zone_size;
-        let sound = size.is_multiple_of(4096) && (64 << 10..=64 << 30).contains(&size);
+        let is_valid = size.is_multiple_of(4096) && (64 << 10..=64 << 30).contains(&size);
         let allowed = "a zone is a multiple of 4K, from 64K to 64G";
-        require(sound, "zone_size", ByteSize(size), allowed)?;
+        require(is_valid, "zone_size", ByteSize(size), allowed)?;
         let ProfileSize(capacity) = self.zone_capacity;
-        let sound = capacity.is_multiple_of(4096) && (4096..=size).contains(&capacity);
+        let is_valid = capacity.is_multiple_of(4096) && (4096..=size).contains(&capacity);
         let allowed = "a zone capacity is a multiple of 4K, up to zone_size";
-        require(sound, "zone_capacity", ByteSize(capacity), allowed)?;
-        let sound = (1..=1024).contains(&self.max_open);
-        require(sound, "max_open", self.max_open, "1 to 1024 zones are open")?;
-        let sound = (self.max_open..=1024).contains(&self.max_active);
+        require(is_valid, "zone_capacity", ByteSize(capacity), allowed)?;
+        let is_valid = (1..=1024).contains(&self.max_open);
+        require(
+            is_valid,
+            "max_open",
+            self.max_open,
+            "1 to 1024 zones are open",
+        )?;
+        let is_valid = (self.max_open..=1024).contains(&self.max_active);
         let allowed = "at least max_open zones are active, and 1024 at most";
-        require(sound, "max_active", self.max_active, allowed)?;
+        require(is_valid, "max_active", self.max_active, allowed)?;
         let ProfileSize(limit) = self.append_limit;
-        let sound = limit.is_power_of_two() && (4096..=1 << 20).contains(&limit);
+        let is_valid = limit.is_power_of_two() && (4096..=1 << 20).contains(&limit);
         let allowed = "the limit of a Zone Append is a power of two, from 4K to 1M";
-        require(sound, "append_limit", ByteSize(limit), allowed)?;
+        require(is_valid, "append_limit", ByteSize(limit), allowed)?;
         if let (Some(_), Some(_)) = (&self.timing, &self.flash) {
             let allowed = "a drive has [timing] or [flash]";
             return require(false, "flash", "beside [timing]", allowed);
@@ -506,17 +518,17 @@ impl ZnsFlash {
     fn check(&self, zns: &ZnsProfile) -> Result<(), UnusableProfileValue> {
         require_dies(self.channels, self.dies_per_channel)?;
         let dies = self.channels * self.dies_per_channel;
-        let sound = self.dies_per_zone != 0 && dies.is_multiple_of(self.dies_per_zone);
+        let is_valid = self.dies_per_zone != 0 && dies.is_multiple_of(self.dies_per_zone);
         let allowed = "a zone lies on a divisor of all dies";
-        require(sound, "dies_per_zone", self.dies_per_zone, allowed)?;
+        require(is_valid, "dies_per_zone", self.dies_per_zone, allowed)?;
         require_units(self.flash_page, self.program_unit)?;
         let ProfileSize(buffer) = self.write_buffer;
         // Each active zone may have a partial program unit, and one more program unit needs space.
         let least = (u64::from(zns.max_active) + 1).saturating_mul(self.program_unit.0);
         let allowed =
             "a write buffer has a program unit for each active zone and one more, and 1G at most";
-        let sound = (least..=1 << 30).contains(&buffer);
-        require(sound, "write_buffer", ByteSize(buffer), allowed)?;
+        let is_valid = (least..=1 << 30).contains(&buffer);
+        require(is_valid, "write_buffer", ByteSize(buffer), allowed)?;
         require_bandwidth("channel_bandwidth", self.channel_bandwidth)?;
         require_bandwidth("link_bandwidth", self.link_bandwidth)
     }
@@ -527,9 +539,9 @@ impl KvProfile {
     const MAX_VALUE: u32 = 1 << 20;
 
     fn check(&self) -> Result<(), UnusableProfileValue> {
-        let sound = (1..=u64::from(Self::MAX_VALUE)).contains(&self.max_value.0);
+        let is_valid = (1..=u64::from(Self::MAX_VALUE)).contains(&self.max_value.0);
         let allowed = "the largest value has 1 to 1M bytes";
-        require(sound, "max_value", ByteSize(self.max_value.0), allowed)?;
+        require(is_valid, "max_value", ByteSize(self.max_value.0), allowed)?;
         self.timing.as_ref().map_or(Ok(()), KvTiming::check)
     }
 
@@ -559,7 +571,7 @@ mod tests {
     #[test]
     fn a_drive_of_flash_has_sizes_that_fit_one_another() {
         let text = include_str!("../drives/ssd.toml");
-        for (from, to, said) in [
+        for (from, to, expected) in [
             ("channels = 8", "channels = 0", "channels cannot be 0"),
             (
                 "dies_per_channel = 2",
@@ -590,12 +602,12 @@ mod tests {
             ),
         ] {
             assert!(text.contains(from), "{from}");
-            let complaint = complaint(&text.replacen(from, to, 1));
-            assert!(complaint.contains(said), "{said}: {complaint}");
+            let message = error_text(&text.replacen(from, to, 1));
+            assert!(message.contains(expected), "{expected}: {message}");
         }
     }
 
-    fn complaint(text: &str) -> String {
+    fn error_text(text: &str) -> String {
         let error = DriveProfile::parse("here", text).expect_err(text);
         let source = std::error::Error::source(&error).map_or(String::new(), |s| s.to_string());
         format!("{error}\n{source}")
@@ -608,15 +620,15 @@ mod tests {
             DriveProfile::parse("here", &profile(size)).expect(size);
         }
         for size in ["0", "2M"] {
-            let complaint = complaint(&profile(size));
-            assert!(complaint.contains("1 to 1M bytes"), "{complaint}");
+            let message = error_text(&profile(size));
+            assert!(message.contains("1 to 1M bytes"), "{message}");
         }
     }
 
     #[test]
     fn zones_lie_on_flash_that_has_room_for_them() {
         let text = include_str!("../drives/zns-ssd.toml");
-        for (from, to, said) in [
+        for (from, to, expected) in [
             ("channels = 8", "channels = 65", "channels cannot be 65"),
             (
                 "dies_per_zone = 8",
@@ -646,8 +658,8 @@ mod tests {
             ),
         ] {
             assert!(text.contains(from), "{from}");
-            let complaint = complaint(&text.replacen(from, to, 1));
-            assert!(complaint.contains(said), "{said}: {complaint}");
+            let message = error_text(&text.replacen(from, to, 1));
+            assert!(message.contains(expected), "{expected}: {message}");
         }
     }
 
@@ -658,7 +670,7 @@ mod tests {
         for size in ["96M", "49156K", "64G"] {
             DriveProfile::parse("here", &with(size)).expect(size);
         }
-        for (size, said) in [
+        for (size, expected) in [
             (
                 "98305K",
                 "zone_size cannot be 98305K; a zone is a multiple of 4K",
@@ -666,15 +678,15 @@ mod tests {
             ("32K", "zone_size cannot be 32K"),
             ("32M", "zone_capacity cannot be 48M"),
         ] {
-            let complaint = complaint(&with(size));
-            assert!(complaint.contains(said), "{said}: {complaint}");
+            let message = error_text(&with(size));
+            assert!(message.contains(expected), "{expected}: {message}");
         }
     }
 
     #[test]
     fn operations_on_keys_have_rates() {
         let text = include_str!("../drives/kv-ssd.toml");
-        for (from, to, said) in [
+        for (from, to, expected) in [
             ("units = 16", "units = 0", "timing.units cannot be 0"),
             ("units = 16", "units = 257", "timing.units cannot be 257"),
             ("\"1G\"", "\"1K\"", "timing.store.bandwidth cannot be 1K"),
@@ -682,8 +694,8 @@ mod tests {
             ("exist =", "exists =", "unknown field `exists`"),
         ] {
             assert!(text.contains(from), "{from}");
-            let complaint = complaint(&text.replacen(from, to, 1));
-            assert!(complaint.contains(said), "{said}: {complaint}");
+            let message = error_text(&text.replacen(from, to, 1));
+            assert!(message.contains(expected), "{expected}: {message}");
         }
     }
 
@@ -696,8 +708,8 @@ mod tests {
 
     #[test]
     fn a_profile_is_read_from_a_file() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("mine.toml");
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = dir.path().join("mine.toml");
         let name = path.to_str().expect("UTF-8");
         assert!(matches!(
             DriveProfile::load(name),
@@ -721,7 +733,7 @@ mod tests {
             .expect_err("unknown")
             .to_string();
         assert!(unknown.contains("`optane`; use nvm, ssd"), "{unknown}");
-        for (from, to, said) in [
+        for (from, to, expected) in [
             (
                 "units = 2",
                 "units = 0",
@@ -733,8 +745,8 @@ mod tests {
             ("units", "unit", "unknown field `unit`"),
             ("\"nvm\"", "\"tape\"", "unknown variant `tape`"),
         ] {
-            let complaint = complaint(&NVM.replacen(from, to, 1));
-            assert!(complaint.contains(said), "{said}: {complaint}");
+            let message = error_text(&NVM.replacen(from, to, 1));
+            assert!(message.contains(expected), "{expected}: {message}");
         }
     }
 }

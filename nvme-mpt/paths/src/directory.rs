@@ -194,13 +194,13 @@ impl OpenDirectory {
         let path = self.path().join(name);
         let stat = &self.0.stat;
         if stat.is_sticky()
-            && let Some(there) = self.entry(name)?
-            && !is_trusted(there.stat.owner)
+            && let Some(existing) = self.entry(name)?
+            && !is_trusted(existing.stat.owner)
         {
             return Err(PathError::ForeignFile {
                 path,
-                owner: there.stat.owner,
-                mode: there.stat.permissions(),
+                owner: existing.stat.owner,
+                mode: existing.stat.permissions(),
             });
         }
         let (temporary, mut file) = self.create_temporary(name, mode)?;

@@ -28,8 +28,8 @@
 //! use nvme_mpt_paths::{OpenDirectory, read_trusted_file};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! # let folder = tempfile::tempdir()?;
-//! # let path = folder.path();
+//! # let dir = tempfile::tempdir()?;
+//! # let path = dir.path();
 //! let directory = OpenDirectory::open(path)?;
 //! directory.replace(OsStr::new("limits"), 0o600, |file| {
 //!     file.write_all(b"iops=1000\n")?;

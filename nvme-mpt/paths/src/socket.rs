@@ -53,10 +53,10 @@ impl PathEntry {
         }
         let failed = |action| PathError::io(action, &self.path);
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let asked = net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None);
-        let asked = asked.map_err(failed("make a socket to look at"))?;
+        let socket = net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None);
+        let socket = socket.map_err(failed("make a socket to look at"))?;
         let address = SocketAddrUnix::new(self.proc_fd_path()).map_err(failed("name"))?;
-        Ok(match net::connect(&asked, &address) {
+        Ok(match net::connect(&socket, &address) {
             Err(Errno::CONNREFUSED) => SocketPathState::Stale,
             Err(Errno::NOENT) => SocketPathState::Nothing,
             _ => SocketPathState::Live,

@@ -197,19 +197,17 @@ fn another_users_stale_socket_is_replaced_only_in_a_directory_of_ours() {
     let name = OsStr::new("a.sock");
     for (dir_mode, is_replaced) in [(0o755, true), (0o1777, false)] {
         let (root, ..) = create_test_dirs();
-        let folder = root.path().join("folder");
-        fs::create_dir(&folder).unwrap();
-        fs::set_permissions(&folder, Permissions::from_mode(dir_mode)).unwrap();
-        drop(UnixListener::bind(folder.join(name)).unwrap());
-        chown(folder.join(name), Some(OTHER), None).unwrap();
-        let listened = OpenDirectory::open(&folder)
-            .unwrap()
-            .listen(name, permissions);
+        let dir = root.path().join("folder");
+        fs::create_dir(&dir).unwrap();
+        fs::set_permissions(&dir, Permissions::from_mode(dir_mode)).unwrap();
+        drop(UnixListener::bind(dir.join(name)).unwrap());
+        chown(dir.join(name), Some(OTHER), None).unwrap();
+        let listened = OpenDirectory::open(&dir).unwrap().listen(name, permissions);
         assert_eq!(listened.is_ok(), is_replaced, "{dir_mode:o}");
         let expected = if is_replaced { 0 } else { OTHER };
-        assert_eq!(owner(&folder.join(name)), expected);
+        assert_eq!(owner(&dir.join(name)), expected);
         // The other user may have had access to the directory before.
-        let listened = OpenDirectory::open(&folder).unwrap().listen(
+        let listened = OpenDirectory::open(&dir).unwrap().listen(
             name,
             SocketPermissions {
                 user: Some(OTHER),
@@ -287,7 +285,7 @@ fn files_writable_or_replaceable_by_other_users_are_not_trusted() {
     fs::set_permissions(&open, Permissions::from_mode(0o775)).unwrap();
     let below = home.join("below");
     fs::create_dir(&below).unwrap();
-    for (folder, user, mode, is_obeyed) in [
+    for (dir, user, mode, is_obeyed) in [
         (root.path(), 0, 0o600, true),
         (root.path(), 0, 0o644, true),
         (root.path(), 0, 0o664, false),
@@ -299,7 +297,7 @@ fn files_writable_or_replaceable_by_other_users_are_not_trusted() {
         (&home, 0, 0o600, false),
         (&below, 0, 0o600, false),
     ] {
-        let path = folder.join("file");
+        let path = dir.join("file");
         fs::write(&path, "text").unwrap();
         fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
         chown(&path, Some(user), None).unwrap();
@@ -307,15 +305,15 @@ fn files_writable_or_replaceable_by_other_users_are_not_trusted() {
         let case = format!("{} of {user}, {mode:o}: {read:?}", path.display());
         assert_eq!(read.is_ok(), is_obeyed, "{case}");
         if let Err(error) = read {
-            let told = error.to_string();
-            assert!(told.contains(&*path.to_string_lossy()), "{told}");
-            assert!(told.contains("owner"), "{told}");
+            let message = error.to_string();
+            assert!(message.contains(&*path.to_string_lossy()), "{message}");
+            assert!(message.contains("owner"), "{message}");
         }
-        let makes = OpenDirectory::open(folder)
+        let makes = OpenDirectory::open(dir)
             .unwrap()
             .check_not_exposed(OsStr::new("file"));
-        let exposed = [&open, &home, &below].iter().any(|other| **other == folder);
-        assert_eq!(makes.is_err(), exposed, "{}", folder.display());
+        let exposed = [&open, &home, &below].iter().any(|other| **other == dir);
+        assert_eq!(makes.is_err(), exposed, "{}", dir.display());
         fs::remove_file(&path).unwrap();
     }
     let error = read_trusted_file(&home, 4).unwrap_err();

@@ -177,7 +177,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
         Ok((descriptor, stat))
     };
     let (descriptor, stat) = root()?;
-    let mut here = PathEntry {
+    let mut entry = PathEntry {
         descriptor,
         stat,
         path: "/".into(),
@@ -187,11 +187,11 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
     let mut links = 0;
     while let Some(name) = left.pop() {
         let next_path = match name.as_bytes() {
-            b".." => here.path.parent().unwrap_or(Path::new("/")).to_owned(),
-            _ => here.path.join(&name),
+            b".." => entry.path.parent().unwrap_or(Path::new("/")).to_owned(),
+            _ => entry.path.join(&name),
         };
         let failed = |action| PathError::io(action, &next_path);
-        let directory = here.descriptor.as_fd();
+        let directory = entry.descriptor.as_fd();
         let next = match (open_entry(directory, &name), make) {
             (Err(Errno::NOENT), Some(mode)) => {
                 match fs::mkdirat(directory, &name, mode) {
@@ -204,11 +204,11 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
         };
         let next = next.map_err(failed("open"))?;
         let stat = FileStatus::from_fd(&next).map_err(failed("inspect"))?;
-        let is_safe = is_safe(here.descriptor.as_fd(), &here.stat, stat.owner);
+        let is_safe = is_safe(entry.descriptor.as_fd(), &entry.stat, stat.owner);
         if FileType::from_raw_mode(stat.mode) == FileType::Symlink {
             if !is_safe || !is_trusted(stat.owner) {
                 let owner = match is_trusted(stat.owner) {
-                    true => here.stat.owner,
+                    true => entry.stat.owner,
                     false => stat.owner,
                 };
                 return Err(PathError::ForeignLink {
@@ -221,7 +221,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
                 return Err(failed("follow")(Errno::LOOP));
             }
             // The sandboxes of VMMs do not allow readlinkat(2). No other user can replace the link.
-            let target = std::fs::read_link(proc_fd_path(here.descriptor.as_fd()).join(&name));
+            let target = std::fs::read_link(proc_fd_path(entry.descriptor.as_fd()).join(&name));
             let target = target.map_err(|source| PathError::Io {
                 action: "read the link",
                 path: next_path.clone(),
@@ -229,21 +229,21 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<PathEntry, PathErr
             })?;
             if target.is_absolute() {
                 let (descriptor, stat) = root()?;
-                here.descriptor = descriptor;
-                here.stat = stat;
-                here.path = "/".into();
+                entry.descriptor = descriptor;
+                entry.stat = stat;
+                entry.path = "/".into();
             }
             left.extend(reversed_components(&target));
             continue;
         }
-        if !is_safe && here.exposure.is_none() {
-            here.exposure = Some(ExposedDirectory::new(&here.path, &here.stat));
+        if !is_safe && entry.exposure.is_none() {
+            entry.exposure = Some(ExposedDirectory::new(&entry.path, &entry.stat));
         }
-        here.descriptor = next;
-        here.stat = stat;
-        here.path = next_path;
+        entry.descriptor = next;
+        entry.stat = stat;
+        entry.path = next_path;
     }
-    Ok(here)
+    Ok(entry)
 }
 
 impl PathEntry {

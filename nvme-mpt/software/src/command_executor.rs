@@ -83,12 +83,12 @@ impl<S: CommandExecutor> SoftwareQueue<S> {
     /// Creates a queue pair for up to `slots` commands.
     #[must_use]
     pub fn new(store: S, slots: u16) -> Self {
-        let room = usize::from(slots);
+        let capacity = usize::from(slots);
         Self {
             executor: store,
-            sq: Vec::with_capacity(room),
-            cq: Vec::with_capacity(room),
-            long_commands: VecDeque::with_capacity(room),
+            sq: Vec::with_capacity(capacity),
+            cq: Vec::with_capacity(capacity),
+            long_commands: VecDeque::with_capacity(capacity),
             executed_steps: 0,
             is_stopping: false,
         }

@@ -105,8 +105,8 @@ impl SoftwareController<MemoryBackingStore> {
     /// Returns the kernel's error if the address space is exhausted, or if there is not enough memory for
     /// [`MemoryAllocationTime::AtOnce`].
     pub fn memory(bytes: u64, lba_shift: u8, allocation: MemoryAllocationTime) -> io::Result<Self> {
-        let medium = MemoryBackingStore::new(bytes, lba_shift, allocation)?;
-        Ok(Self::new(medium, lba_shift))
+        let store = MemoryBackingStore::new(bytes, lba_shift, allocation)?;
+        Ok(Self::new(store, lba_shift))
     }
 
     /// Creates a drive in a memory file, which a successor process can use with its content.
@@ -120,8 +120,8 @@ impl SoftwareController<MemoryBackingStore> {
         lba_shift: u8,
         allocation: MemoryAllocationTime,
     ) -> io::Result<Self> {
-        let medium = MemoryBackingStore::from_file(file, bytes, lba_shift, allocation)?;
-        Ok(Self::new(medium, lba_shift))
+        let store = MemoryBackingStore::from_file(file, bytes, lba_shift, allocation)?;
+        Ok(Self::new(store, lba_shift))
     }
 }
 

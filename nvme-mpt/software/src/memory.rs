@@ -651,8 +651,8 @@ mod tests {
             (MemoryAllocationTime::AsWritten, false),
             (MemoryAllocationTime::AtOnce, true),
         ] {
-            let medium = MemoryBackingStore::new(4 * MIB, 9, allocation).unwrap();
-            assert_eq!(is_resident(&medium.executor), taken, "{allocation}");
+            let store = MemoryBackingStore::new(4 * MIB, 9, allocation).unwrap();
+            assert_eq!(is_resident(&store.executor), taken, "{allocation}");
 
             let file = memory::memfd(c"test", 4 * MIB).unwrap();
             let content = File::from(file.try_clone().unwrap());

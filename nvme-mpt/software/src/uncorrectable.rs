@@ -179,12 +179,12 @@ impl UncorrectableBlocks {
             .leases
             .insert(lease, LeaseUncorrectableBlocks::default());
         drop(state);
-        let room = LeaseMarkRegistration {
+        let registration = LeaseMarkRegistration {
             blocks: self.clone(),
             lease,
         };
-        parts.iter().for_each(|part| room.add(*part));
-        room
+        parts.iter().for_each(|part| registration.add(*part));
+        registration
     }
 
     /// Returns true if no lease has marks. This is the usual case, and costs one atomic load.
@@ -439,27 +439,27 @@ mod tests {
         Arc<AtomicUsize>,
     ) {
         let blocks = Arc::new(UncorrectableBlocks::default());
-        let room = blocks.register_lease(&[range(0, 80)]);
-        let asked = Arc::new(AtomicUsize::new(0));
-        let count = asked.clone();
-        room.restore(
+        let registration = blocks.register_lease(&[range(0, 80)]);
+        let request_count = Arc::new(AtomicUsize::new(0));
+        let count = request_count.clone();
+        registration.restore(
             marks,
             Box::new(move || {
                 count.fetch_add(1, Ordering::Relaxed);
             }),
         );
-        (blocks, room, asked)
+        (blocks, registration, request_count)
     }
 
     #[test]
     fn a_change_ends_when_it_is_stored() {
-        let (blocks, room, asked) = lease_with_marks(&[range(4, 2)]);
+        let (blocks, registration, request_count) = lease_with_marks(&[range(4, 2)]);
         assert!(blocks.intersects(5, 1));
         let mark = blocks.mark(10, 1).unwrap();
         assert!(blocks.intersects(10, 1), "at once");
         let clear = blocks.clear(4, 1).unwrap();
         assert!(!blocks.intersects(4, 1) && blocks.intersects(5, 1));
-        assert_eq!(asked.load(Ordering::Relaxed), 1, "once for both");
+        assert_eq!(request_count.load(Ordering::Relaxed), 1, "once for both");
         assert_eq!(
             (blocks.change_result(mark), blocks.change_result(clear)),
             (None, None)
@@ -467,7 +467,7 @@ mod tests {
         // The ledger has the mark until the change is stored, so another write of the block waits as well.
         let again = blocks.clear(4, 1).unwrap();
         let mut between = None;
-        room.store(&mut |marks| {
+        registration.store(&mut |marks| {
             assert_eq!(marks, [range(5, 1), range(10, 1)]);
             between = blocks.mark(20, 1);
             Ok(())
@@ -480,37 +480,37 @@ mod tests {
             None,
             "it came too late"
         );
-        assert_eq!(asked.load(Ordering::Relaxed), 2);
+        assert_eq!(request_count.load(Ordering::Relaxed), 2);
         assert_eq!(blocks.clear(4, 1), None, "there is nothing to wait for");
-        room.store(&mut |marks| {
+        registration.store(&mut |marks| {
             assert_eq!(marks.len(), 3);
             Ok(())
         });
         assert_eq!(blocks.change_result(between.unwrap()), Some(Ok(())));
-        room.store(&mut |_| panic!("nothing has changed"));
+        registration.store(&mut |_| panic!("nothing has changed"));
     }
 
     #[test]
     fn changes_that_cannot_be_stored_are_taken_back() {
-        let (blocks, room, _) = lease_with_marks(&[range(4, 2)]);
-        let fails = |room: &LeaseMarkRegistration| {
-            room.store(&mut |_| Err(io::ErrorKind::StorageFull.into()))
+        let (blocks, registration, _) = lease_with_marks(&[range(4, 2)]);
+        let fails = |registration: &LeaseMarkRegistration| {
+            registration.store(&mut |_| Err(io::ErrorKind::StorageFull.into()))
         };
         let changes = [blocks.mark(10, 1), blocks.clear(4, 2)].map(Option::unwrap);
-        fails(&room);
+        fails(&registration);
         for change in changes {
             assert_eq!(blocks.change_result(change), Some(Err(())));
         }
         assert!(!blocks.intersects(10, 1));
         assert!(blocks.intersects(4, 1), "as the ledger has it");
         let next = blocks.clear(4, 2).unwrap();
-        room.store(&mut |marks| {
+        registration.store(&mut |marks| {
             assert_eq!(marks, []);
             Ok(())
         });
         assert_eq!(blocks.change_result(next), Some(Ok(())));
         let last = blocks.mark(7, 1).unwrap();
-        fails(&room);
+        fails(&registration);
         assert_eq!(blocks.change_result(last), Some(Err(())));
         for change in changes {
             assert_eq!(blocks.change_result(change), Some(Err(())), "they stay so");
@@ -546,8 +546,8 @@ mod tests {
     #[test]
     fn parts_of_a_lease_share_its_room() {
         let blocks = Arc::new(UncorrectableBlocks::default());
-        let room = blocks.register_lease(&[range(1 << 20, 1 << 20), range(0, 1 << 19)]);
-        room.add(range(1 << 21, 1 << 20));
+        let registration = blocks.register_lease(&[range(1 << 20, 1 << 20), range(0, 1 << 19)]);
+        registration.add(range(1 << 21, 1 << 20));
         let parts = [1 << 20, 0, 1 << 21];
         let each = MAX_RANGES as u64 / 4;
         for part in parts {
@@ -561,21 +561,21 @@ mod tests {
         assert!(blocks.mark(border + 2 * each, 1).is_none(), "no room");
         blocks.clear(1 << 20, 1);
         assert!(blocks.mark(border + 2 * each, 1).is_some());
-        drop(room);
+        drop(registration);
         assert!(blocks.is_empty());
     }
 
     #[test]
     fn writes_into_marks_do_not_exceed_the_mark_capacity() {
         let blocks = Arc::new(UncorrectableBlocks::default());
-        let room = blocks.register_lease(&[range(0, 1 << 20)]);
+        let registration = blocks.register_lease(&[range(0, 1 << 20)]);
         assert!(blocks.mark(0, 1 << 20).is_some());
         for at in (1..1 << 20).step_by(2) {
             blocks.clear(at, 1);
             assert!(!blocks.intersects(at, 1));
         }
         let state = blocks.lock();
-        let ranges = state.leases[&room.lease].current.0.len();
+        let ranges = state.leases[&registration.lease].current.0.len();
         assert!(ranges <= MAX_RANGES, "{ranges}");
     }
 }

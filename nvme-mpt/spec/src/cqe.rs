@@ -120,11 +120,11 @@ impl Cqe {
         )
     }
 
-    /// Creates an entry as [`Self::new`] does, from an `origin` that several completions can share.
+    /// Creates an entry as [`Self::new`] does, from an `position` that several completions can share.
     #[inline]
     #[must_use]
     pub const fn from_position(
-        origin: SubmissionQueuePosition,
+        position: SubmissionQueuePosition,
         cid: CommandId,
         status: Status,
         dw0: u32,
@@ -132,7 +132,7 @@ impl Cqe {
     ) -> Self {
         Self {
             low: dw0 as u64 | (dw1 as u64) << 32,
-            high: CqeHigh(CqeHigh(0).with_cid(cid).with_status(status).0 | origin.0),
+            high: CqeHigh(CqeHigh(0).with_cid(cid).with_status(status).0 | position.0),
         }
     }
 

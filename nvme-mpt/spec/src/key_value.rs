@@ -205,12 +205,12 @@ impl KvKeyList {
     /// Bytes before the first key.
     pub const HEADER_BYTES: usize = 4;
 
-    /// Creates an empty list for a host buffer of `room` bytes, which must have space for the list's header.
+    /// Creates an empty list for a host buffer of `max_bytes` bytes, which must have space for the list's header.
     #[must_use]
-    pub fn new(room: usize) -> Self {
+    pub fn new(max_bytes: usize) -> Self {
         Self {
             bytes: vec![0; Self::HEADER_BYTES],
-            capacity: room,
+            capacity: max_bytes,
             count: 0,
         }
     }

@@ -23,8 +23,8 @@ pub(crate) struct QueueCreationHook(Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>);
 
 impl QueueCreationHook {
     /// Sets the hook to call whenever a queue is created.
-    pub(crate) fn set(&self, look: impl Fn() + Send + Sync + 'static) {
-        assert!(self.0.set(Box::new(look)).is_ok(), "one look");
+    pub(crate) fn set(&self, hook: impl Fn() + Send + Sync + 'static) {
+        assert!(self.0.set(Box::new(hook)).is_ok(), "one look");
     }
 }
 
@@ -115,9 +115,9 @@ struct IdleLease(QueueCreationHook);
 
 impl HostLease for IdleLease {
     fn create_queue(&self, _: u16) -> io::Result<HostQueuePair> {
-        let QueueCreationHook(look) = &self.0;
-        if let Some(look) = look.get() {
-            look();
+        let QueueCreationHook(hook) = &self.0;
+        if let Some(hook) = hook.get() {
+            hook();
         }
         Ok(HostQueuePair::new(IdleQueue))
     }

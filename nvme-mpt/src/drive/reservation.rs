@@ -59,7 +59,7 @@ impl fmt::Display for ReservedPairs {
 pub enum ReserveError {
     /// Too few queue pairs of the drive are left for the reservation, because other leases have reserved some.
     #[error(
-        "Drive {drive} cannot reserve {asked} I/O queue pairs: {left} of its {total} are left, as {}, and one stays for \
+        "Drive {drive} cannot reserve {requested} I/O queue pairs: {left} of its {total} are left, as {}, and one stays for \
          queues without a reservation; {}",
         holders_of(holders),
         remedy(*left, holders)
@@ -68,7 +68,7 @@ pub enum ReserveError {
         /// Path of the drive.
         drive: String,
         /// Number of queue pairs that were requested.
-        asked: u16,
+        requested: u16,
         /// Number of queue pairs that can still be reserved.
         left: u16,
         /// Total number of queue pairs of the drive.
@@ -117,10 +117,10 @@ mod tests {
         };
         let refusal = |left, holders| {
             let drive = "0000:01:00.0".to_owned();
-            let (asked, total) = (4, 8);
+            let (requested, total) = (4, 8);
             let error = ReserveError::TooFew {
                 drive,
-                asked,
+                requested,
                 left,
                 total,
                 holders,

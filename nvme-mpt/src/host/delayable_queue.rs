@@ -8,7 +8,8 @@ use super::queue::{HostMemory, HostQueue};
 /// A queue whose completions a layer in front of it can hold back, as a timing model does. All completions must have 0 in
 /// dword 0.
 pub trait DelayableQueue: HostQueue {
-    /// True if every command, except those that are [put off](HostQueue::has_deferred_commands), completes while the doorbell is rung.
+    /// True if every command, except those that are [put off](HostQueue::has_deferred_commands), completes while the doorbell
+    /// is rung.
     const IS_SYNCHRONOUS: bool;
 
     /// Returns the submitted commands whose doorbell was not rung yet.

@@ -92,9 +92,9 @@ impl LeaseBackend for LocalBackend {
         self.change_log().map(|log| log.changes())
     }
 
-    fn remove_changes(&self, told: &UnreportedChanges) {
+    fn remove_changes(&self, reported: &UnreportedChanges) {
         if let Some(log) = self.change_log() {
-            log.remove(told);
+            log.remove(reported);
         }
     }
 
@@ -259,10 +259,12 @@ impl LifecycleBackend for LocalBackend {
         Self::save(self)
     }
 
-    fn restore_running(&self, kept: &PersistedQueues) -> Result<(), BackendStateError> {
-        let live = self.context.inflight.as_ref();
-        let crashes = live.and_then(|live| live.crashes());
-        run_recorded(crashes.as_ref(), || Self::restore_persisted(self, kept))
+    fn restore_running(&self, persisted: &PersistedQueues) -> Result<(), BackendStateError> {
+        let inflight = self.context.inflight.as_ref();
+        let crashes = inflight.and_then(|inflight| inflight.crashes());
+        run_recorded(crashes.as_ref(), || {
+            Self::restore_persisted(self, persisted)
+        })
     }
 
     fn check_state(&self, state: &BackendState) -> Result<(), BackendStateError> {

@@ -80,10 +80,10 @@ impl LocalBackend {
             Some(entry) => entry.poller.clone(),
             None => {
                 let neighbours = self.poller_locality(self.vectors.first().cloned());
-                let learning = self.facts.learning;
+                let policies = self.facts.learning;
                 self.pollers.choose_poller(
                     &self.poll,
-                    learning,
+                    policies,
                     neighbours,
                     self.blocking_drive(),
                 )?

@@ -21,12 +21,12 @@ pub enum LocalBackendError {
         most: u16,
     },
     /// The maximum data size of a command is above the drive's, or below the size that its command set promises.
-    #[error("{asked} of data in one command is not possible on {drive}; use {least} to {most}")]
+    #[error("{requested} of data in one command is not possible on {drive}; use {least} to {most}")]
     InvalidMdts {
         /// Path of the drive.
         drive: String,
         /// Maximum data size that was requested.
-        asked: Mdts,
+        requested: Mdts,
         /// Minimum size, promised by the command set.
         least: ByteSize,
         /// Maximum size of the drive.

@@ -44,7 +44,7 @@ impl FlushThread {
             }
         };
         // The thread is not joined, because a drive that never answers would block the join forever.
-        drop(threads.spawn("nvme-steward", Box::new(work))?);
+        drop(threads.spawn("nvme-flush", Box::new(work))?);
         Ok(Self {
             tasks: sender,
             can_store_marks: stores_marks,

@@ -319,7 +319,7 @@ impl LocalBackend {
         let lists = usize::from(slots) + usize::from(PART_LISTS);
         let lists = ListMemory::new(self.drive().controller().iova_space(), lists);
         let lists = lists.map_err(failed)?;
-        let gate = InterruptCoalescer::new(
+        let coalescer = InterruptCoalescer::new(
             interrupt,
             self.coalescing.clone(),
             self.facts.learning.moderation,
@@ -328,8 +328,15 @@ impl LocalBackend {
         let used_table = self.context.tables.register(poller.waker().clone());
         let buffer = queues.buffer;
         let counters = counters.clone();
-        let cq = CompletionQueue::new(&config, &self.context, buffer, unmapped, gate, counters)
-            .ok_or_else(|| not_mapped(&config))?;
+        let cq = CompletionQueue::new(
+            &config,
+            &self.context,
+            buffer,
+            unmapped,
+            coalescer,
+            counters,
+        )
+        .ok_or_else(|| not_mapped(&config))?;
         let id = next_id();
         let queue = Box::new(ShadowQueue::new(
             id,

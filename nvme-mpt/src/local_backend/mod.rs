@@ -156,7 +156,7 @@ impl LocalBackend {
             doorbells,
             doorbell_stride,
             poll,
-            adaptive: learning,
+            adaptive: policies,
             pollers,
             memory,
             memory_limit,
@@ -168,18 +168,18 @@ impl LocalBackend {
             return Err(LocalBackendError::InvalidQueuePairs { queue_pairs, most });
         }
         let mut limits = *drive.limits();
-        if let Some(asked) = mdts {
+        if let Some(requested) = mdts {
             let most = drive.controller().mdts_max();
             let least = limits.own_bytes_max.max(Mdts::MIN.bytes());
-            if asked > most || asked.bytes() < least {
+            if requested > most || requested.bytes() < least {
                 return Err(LocalBackendError::InvalidMdts {
                     drive: drive.path().to_owned(),
-                    asked,
+                    requested,
                     least: ByteSize(least),
                     most,
                 });
             }
-            limits = limits.with_mdts(asked);
+            limits = limits.with_mdts(requested);
         }
         if let Some(range) = lease.unwiped().first().copied() {
             return Err(LocalBackendError::Unwiped(range));
@@ -257,11 +257,11 @@ impl LocalBackend {
             .or_else(|| MemoryAccount::for_host().total().map(MemoryLimit::Host));
         let window = DmaWindow::new(space.clone()).with_kinds(memory);
         let window = window.with_function(lease.id(), memory_limit);
-        let goes_on = matches!(
+        let continues = matches!(
             parts,
             SharedBackendPartsSource::Continued(Some(_)) | SharedBackendPartsSource::Persisted(..)
         );
-        let (page, events, live) = match parts {
+        let (page, events, inflight) = match parts {
             SharedBackendPartsSource::Own => (
                 DoorbellPage::new(doorbells, doorbell_stride, queue_pairs)?,
                 EventQueue::new()?,
@@ -298,7 +298,7 @@ impl LocalBackend {
                 Some(InflightFile::from_persisted(parts.inflight, queue_pairs)?),
             ),
         };
-        let pinning = live.as_ref().and_then(InflightFile::pinning);
+        let pinning = inflight.as_ref().and_then(InflightFile::pinning);
         if let Some(pinning) = &pinning {
             // The predecessor's record of pinned memory has been read at this point.
             pinning.clear();
@@ -308,23 +308,23 @@ impl LocalBackend {
         drive.controller().subscribe(&events);
         host.subscribe(&events);
         // A function without in-flight tracking ends with the process.
-        let spares = spares.filter(|_| live.is_some());
+        let spares = spares.filter(|_| inflight.is_some());
         let spare = spares.and_then(|supervisor| {
-            SpareDescriptors::restore_or_create(supervisor, &drive, &lease, &*host, goes_on)
+            SpareDescriptors::restore_or_create(supervisor, &drive, &lease, &*host, continues)
         });
-        if let Some(record) = live.as_ref().and_then(InflightFile::write_errors) {
+        if let Some(record) = inflight.as_ref().and_then(InflightFile::write_errors) {
             if record.is_set() {
                 host.record_earlier_write_errors();
             }
             host.set_write_error_record(record);
-            if goes_on {
+            if continues {
                 host.restore_write_errors();
             }
         }
-        if let Some(record) = live.as_ref().and_then(InflightFile::changes) {
+        if let Some(record) = inflight.as_ref().and_then(InflightFile::changes) {
             host.record_changes(record);
         }
-        let counted_before = live.as_ref().map(InflightFile::previous_counters);
+        let counted_before = inflight.as_ref().map(InflightFile::previous_counters);
         let counted_before = counted_before.unwrap_or_default();
         let context = Arc::new(QueueContext {
             doorbells: Arc::new(page),
@@ -333,11 +333,11 @@ impl LocalBackend {
             tables: window.tables().clone(),
             limiter: RateLimiter::new(rates, TickRate::measured()),
             blocks: Mutex::new(Arc::new(blocks)),
-            inflight: live.map(Arc::new),
+            inflight: inflight.map(Arc::new),
             errors: StatusCounters::default(),
             processor_time: Arc::default(),
         });
-        let steward = FlushThread::start(pollers.threads())?;
+        let flush_thread = FlushThread::start(pollers.threads())?;
         let blocks_at_first = namespace.blocks;
         let facts = LeaseFacts {
             namespace,
@@ -349,13 +349,13 @@ impl LocalBackend {
             can_be_damaged: host.can_be_damaged(),
             is_private: drive.is_private(),
             unit_blocks,
-            learning,
+            learning: policies,
         };
         let holding = Arc::new(OpenLease::new(lease, host, spare, reservation, drive));
         let marks = holding.lease.uncorrectable();
         holding
             .host()
-            .restore_marks(&marks, steward.store_marks_callback(&holding));
+            .restore_marks(&marks, flush_thread.store_marks_callback(&holding));
         if let Some(spare) = &holding.spare {
             spare.forget_on_drop();
         }
@@ -377,7 +377,7 @@ impl LocalBackend {
                 ..BackendQueues::default()
             }),
             clock: SystemClock::shared(),
-            flush_thread: steward,
+            flush_thread,
             late_flush: Mutex::default(),
             growth: Mutex::new(LeaseGrowth::from(blocks_at_first)),
             open_lease: holding,
@@ -614,8 +614,8 @@ impl LocalBackend {
             existing.cqs.get(&cqid)?.host_queue_use()
         };
         // A function in another process counts its exits itself.
-        let live = self.context.inflight.as_ref();
-        let exits_there = |qid| live.map_or(0, |live| live.exits(QueueId(qid)));
+        let inflight = self.context.inflight.as_ref();
+        let exits_there = |qid| inflight.map_or(0, |inflight| inflight.exits(QueueId(qid)));
         let queues = self.counters.iter().zip(1..).map(|(counters, qid)| {
             let stats = counters.stats(qid);
             // The queue may have been deleted while commands were in flight, so the gauge counts only for an existing queue.

@@ -26,7 +26,7 @@ pub(crate) struct PersistedQueue<'a> {
 /// # Errors
 /// [`BackendStateError::Invalid`].
 pub(crate) fn read_queue_state(
-    live: &InflightFile,
+    inflight: &InflightFile,
     queue: &PersistedQueue<'_>,
     entry: impl Fn(u32) -> Result<Option<Cqe>, BackendStateError>,
 ) -> Result<CompletionQueueState, BackendStateError> {
@@ -38,7 +38,7 @@ pub(crate) fn read_queue_state(
     } = queue.cq;
     let name = format!("in-flight state of completion queue {qid}");
     let invalid = |value: &str| BackendStateError::invalid(name.as_str(), value, "whole");
-    let state = live.queue(qid).ok_or_else(|| invalid("not there"))?;
+    let state = inflight.queue(qid).ok_or_else(|| invalid("not there"))?;
     let (recorded, head) = state.positions().ok_or_else(|| invalid("incomplete"))?;
     let size = RingSize::new(entries).ok_or_else(|| invalid("of no entries"))?;
     let tail = RingIndex::from_index(size, recorded.index);
@@ -46,16 +46,18 @@ pub(crate) fn read_queue_state(
     let mut indices = tail
         .and_then(|tail| CompletionIndices::from_positions(tail, head))
         .ok_or_else(|| invalid("beyond the queue"))?;
-    let marked = state.inflight_slots();
+    let slots = state.inflight_slots();
 
-    let numbers: BTreeSet<_> = marked
+    let numbers: BTreeSet<_> = slots
         .iter()
         .filter_map(|InflightSlot { mark, .. }| Some((mark.sqid().0, mark.unsettled_number()?)))
         .collect();
     let mut submission_queues = Vec::new();
     for sq in &queue.sqs {
-        let live = live.sq_head(sq.qid).ok_or_else(|| invalid("not there"))?;
-        let head = head_after(live.load(), sq, &numbers)?;
+        let inflight = inflight
+            .sq_head(sq.qid)
+            .ok_or_else(|| invalid("not there"))?;
+        let head = head_after(inflight.load(), sq, &numbers)?;
         submission_queues.push(SubmissionQueueState {
             qid: sq.qid.0,
             base: sq.base.0,
@@ -65,17 +67,17 @@ pub(crate) fn read_queue_state(
         });
     }
 
-    let mut in_flight = marked;
-    in_flight.retain(|marked| queue.sqs.iter().any(|sq| sq.qid == marked.mark.sqid()));
+    let mut in_flight = slots;
+    in_flight.retain(|slots| queue.sqs.iter().any(|sq| sq.qid == slots.mark.sqid()));
     // Handles entries that the predecessor posted but did not record.
-    while let Some(room) = indices.reserve() {
+    while let Some(credit) = indices.reserve() {
         let tail = indices.tail();
         let entry = entry(tail.get())?.filter(|entry| entry.phase() == tail.phase());
         let Some(entry) = entry else {
-            indices.return_credits(room.into());
+            indices.return_credits(credit.into());
             break;
         };
-        indices.spend(room);
+        indices.spend(credit);
         let is_done = |InflightSlot { mark, command, .. }: &InflightSlot| {
             (entry.sqid(), entry.cid()) == (mark.sqid(), command.cid())
         };
@@ -86,10 +88,10 @@ pub(crate) fn read_queue_state(
     }
 
     let in_flight = in_flight.into_iter();
-    let in_flight = in_flight.map(|marked| InFlightCommandState {
-        slot: marked.slot,
-        sqid: marked.mark.sqid().0,
-        command: sqe_words(&marked.command),
+    let in_flight = in_flight.map(|slots| InFlightCommandState {
+        slot: slots.slot,
+        sqid: slots.mark.sqid().0,
+        command: sqe_words(&slots.command),
     });
     Ok(CompletionQueueState {
         qid: qid.0,

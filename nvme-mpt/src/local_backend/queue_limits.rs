@@ -25,11 +25,11 @@ pub(crate) struct QueueLimits {
 }
 
 impl QueueLimits {
-    pub(super) fn from_backend(attachment: &LocalBackend) -> Self {
+    pub(super) fn from_backend(local_backend: &LocalBackend) -> Self {
         Self {
-            pairs: attachment.max_queue_pairs(),
-            entries: attachment.limits().entries_max,
-            vectors: attachment.vectors.len(),
+            pairs: local_backend.max_queue_pairs(),
+            entries: local_backend.limits().entries_max,
+            vectors: local_backend.vectors.len(),
         }
     }
 
@@ -125,17 +125,17 @@ impl QueueLimits {
         self.check_persisted_cq(&cq.config())?;
         check_below_entries(format!("tail of {name}"), *tail, *entries)?;
         check_below_entries(format!("head of {name}"), *head, *entries)?;
-        let room = cq.indices().map_or(0, |indices| indices.free_entries());
-        if held.len() > room as usize {
-            let valid = format!("at most {room}");
+        let free_entries = cq.indices().map_or(0, |indices| indices.free_entries());
+        if held.len() > free_entries as usize {
+            let valid = format!("at most {free_entries}");
             return Err(BackendStateError::invalid(
                 format!("completions held by {name}"),
                 held.len(),
                 valid,
             ));
         }
-        let room = room as usize - held.len();
-        check_in_flight(&name, cq, room, in_flight)
+        let free_entries = free_entries as usize - held.len();
+        check_in_flight(&name, cq, free_entries, in_flight)
     }
 
     fn check_saved_sq(
@@ -184,11 +184,11 @@ impl QueueLimits {
 fn check_in_flight(
     name: &str,
     cq: &CompletionQueueState,
-    room: usize,
+    free_entries: usize,
     in_flight: &[InFlightCommandState],
 ) -> Result<(), BackendStateError> {
-    if in_flight.len() > room {
-        let valid = format!("at most {room}");
+    if in_flight.len() > free_entries {
+        let valid = format!("at most {free_entries}");
         let field = format!("commands in flight of {name}");
         return Err(BackendStateError::invalid(field, in_flight.len(), valid));
     }

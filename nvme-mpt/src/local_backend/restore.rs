@@ -22,19 +22,19 @@ impl LocalBackend {
     /// queues exist, and the in-flight tracking is unchanged.
     pub(super) fn restore_persisted(
         &self,
-        kept: &PersistedQueues,
+        persisted: &PersistedQueues,
     ) -> Result<(), BackendStateError> {
         let mut queues = self.queues();
         if !queues.cqs.is_empty() {
             return Err(BackendStateError::NotEmpty(queues.cqs.len()));
         }
-        let states = self.read_inflight_state(kept)?;
+        let states = self.read_inflight_state(persisted)?;
         let PersistedQueues {
             cqs: _,
             sqs: _,
             doorbell_buffer,
             revoked,
-        } = kept;
+        } = persisted;
         queues.buffer = *doorbell_buffer;
         queues.is_revoked = *revoked;
         for state in &states {
@@ -65,19 +65,19 @@ impl LocalBackend {
     /// snapshot.
     fn read_inflight_state(
         &self,
-        kept: &PersistedQueues,
+        persisted: &PersistedQueues,
     ) -> Result<Vec<CompletionQueueState>, BackendStateError> {
-        let live = self.context.inflight.as_ref();
-        let live = live
+        let inflight = self.context.inflight.as_ref();
+        let inflight = inflight
             .ok_or_else(|| BackendStateError::invalid("in-flight state", "not there", "a file"))?;
         let limits = QueueLimits::from_backend(self);
-        self.check_doorbell_buffer(kept.doorbell_buffer)?;
-        limits.check_queue_count("completion queues", kept.cqs.len())?;
-        limits.check_queue_count("submission queues", kept.sqs.len())?;
+        self.check_doorbell_buffer(persisted.doorbell_buffer)?;
+        limits.check_queue_count("completion queues", persisted.cqs.len())?;
+        limits.check_queue_count("submission queues", persisted.sqs.len())?;
         let mut states = Vec::new();
-        for cq in &kept.cqs {
+        for cq in &persisted.cqs {
             limits.check_persisted_cq(cq)?;
-            let sqs = kept.sqs.iter().filter(|sq| sq.cqid == cq.qid);
+            let sqs = persisted.sqs.iter().filter(|sq| sq.cqid == cq.qid);
             let queue = PersistedQueue {
                 cq: *cq,
                 sqs: sqs.collect(),
@@ -88,7 +88,7 @@ impl LocalBackend {
                 true => self.read_cq_entry(cq, index).map(Some),
                 false => Ok(None),
             };
-            states.push(read_queue_state(live, &queue, entry)?);
+            states.push(read_queue_state(inflight, &queue, entry)?);
         }
         limits.check(&states)?;
         Ok(states)

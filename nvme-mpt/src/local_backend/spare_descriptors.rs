@@ -29,21 +29,21 @@ impl SpareDescriptors {
         drive: &Arc<Drive>,
         lease: &Lease,
         host: &dyn HostLease,
-        goes_on: bool,
+        continues: bool,
     ) -> Option<Self> {
         let (identity, id) = (drive.identity().name, lease.id());
         let spare = Self {
             store: supervisor.clone(),
             drive: drive.clone(),
             lease: id.to_owned(),
-            is_retained: AtomicBool::new(goes_on),
+            is_retained: AtomicBool::new(continues),
         };
-        let kept = match goes_on {
+        let supervised = match continues {
             true => supervisor.load(identity, id),
             false => Vec::new(),
         };
-        if !kept.is_empty() {
-            match host.restore_spare_fds(kept) {
+        if !supervised.is_empty() {
+            match host.restore_spare_fds(supervised) {
                 Ok(true) => return Some(spare),
                 Ok(false) => warn!(
                     lease = id;

@@ -87,8 +87,8 @@ impl LocalBackend {
         queues.buffer = doorbell_buffer.map(DoorbellBuffer::from);
         queues.is_revoked = *revoked;
         queues.previous_counters = *counters;
-        if let Some(live) = &self.context.inflight {
-            live.set_previous_counters(*counters);
+        if let Some(inflight) = &self.context.inflight {
+            inflight.set_previous_counters(*counters);
         }
         if let Some(log) = self.change_log() {
             let UnreportedChangesState { ids, more } = changes;

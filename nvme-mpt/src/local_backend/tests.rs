@@ -42,7 +42,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
 }
 
 #[test]
-fn impossible_attachments_are_refused_by_name() {
+fn impossible_backends_are_refused_by_name() {
     let drive = IdleController::drive();
     let attach = |change: fn(&mut LocalBackendConfig)| {
         let mut config = config(&drive, "0+1M");
@@ -73,25 +73,25 @@ fn local_backend() -> LocalBackend {
 
 #[test]
 fn a_guest_gets_events_of_its_own_namespace_only() {
-    let attachment = local_backend();
+    let backend = local_backend();
     let changed = |nsid| IoQueueEvent::Drive(DriveEvent::NamespaceChanged(Nsid(nsid)));
     let health = IoQueueEvent::Drive(DriveEvent::Health);
     for event in [changed(7), health, changed(1)] {
-        attachment.context.events.report(event);
+        backend.context.events.report(event);
     }
-    assert_eq!(attachment.take_events(), [health, changed(1)]);
+    assert_eq!(backend.take_events(), [health, changed(1)]);
 }
 
 #[test]
 fn statistics_do_not_wait_for_changing_queues() {
-    let attachment = local_backend();
-    let figures = attachment.try_stats().expect("nothing changes");
-    assert_eq!(figures.id, "test");
+    let backend = local_backend();
+    let stats = backend.try_stats().expect("nothing changes");
+    assert_eq!(stats.id, "test");
     // The lock is held as in a queue deletion, until the commands in flight have ended.
-    let change = attachment.queues();
-    assert!(attachment.try_stats().is_none());
+    let change = backend.queues();
+    assert!(backend.try_stats().is_none());
     drop(change);
-    assert!(attachment.try_stats().is_some());
+    assert!(backend.try_stats().is_some());
 }
 
 #[test]
@@ -99,14 +99,14 @@ fn slow_queue_creation_delays_neither_statistics_nor_doorbells() {
     let controller = IdleController::new();
     let on_queue = controller.on_queue();
     let drive = Drive::new("idle", controller, None).expect("a namespace");
-    let attachment = LocalBackend::new(config(&drive, "0+1M")).expect("an attachment");
-    let attachment = Arc::new(attachment);
-    let looks = Arc::new(AtomicU32::new(0));
-    let (watched, counted) = (Arc::downgrade(&attachment), looks.clone());
+    let local_backend = LocalBackend::new(config(&drive, "0+1M")).expect("an attachment");
+    let local_backend = Arc::new(local_backend);
+    let hook_calls = Arc::new(AtomicU32::new(0));
+    let (watched, counted) = (Arc::downgrade(&local_backend), hook_calls.clone());
     on_queue.set(move || {
-        let attachment = watched.upgrade().expect("it creates a queue");
-        assert!(attachment.try_stats().is_some(), "figures wait");
-        assert!(!attachment.ring(Doorbell::SqTail(QueueId(1)), 7));
+        let local_backend = watched.upgrade().expect("it creates a queue");
+        assert!(local_backend.try_stats().is_some(), "figures wait");
+        assert!(!local_backend.ring(Doorbell::SqTail(QueueId(1)), 7));
         counted.fetch_add(1, Ordering::Relaxed);
     });
     // The drive is not called for an invalid queue.
@@ -116,15 +116,15 @@ fn slow_queue_creation_delays_neither_statistics_nor_doorbells() {
         entries: 2,
         vector: None,
     };
-    let error = attachment.create_cq(nowhere).expect_err("no memory");
+    let error = local_backend.create_cq(nowhere).expect_err("no memory");
     assert!(matches!(error, QueueError::NotMapped { .. }), "{error}");
     let wrong = CqConfig {
         qid: QueueId(2),
         ..nowhere
     };
-    let error = attachment.create_cq(wrong).expect_err("there is one");
+    let error = local_backend.create_cq(wrong).expect_err("there is one");
     assert!(matches!(error, QueueError::InvalidQueueId(_)), "{error}");
-    assert_eq!(looks.load(Ordering::Relaxed), 0);
+    assert_eq!(hook_calls.load(Ordering::Relaxed), 0);
     let memory = MemoryRegion {
         gpa: nvme_guest::Gpa(0x1_0000),
         len: 0x1_0000,
@@ -137,30 +137,30 @@ fn slow_queue_creation_delays_neither_statistics_nor_doorbells() {
         base: memory.gpa,
         ..nowhere
     };
-    attachment.map(memory).expect("mapped");
-    attachment.create_cq(config).expect("a queue");
-    assert_eq!(looks.load(Ordering::Relaxed), 1);
+    local_backend.map(memory).expect("mapped");
+    local_backend.create_cq(config).expect("a queue");
+    assert_eq!(hook_calls.load(Ordering::Relaxed), 1);
 }
 
 #[test]
 fn a_doorbell_of_no_queue_keeps_no_value() {
-    let attachment = local_backend();
+    let backend = local_backend();
     for doorbell in [Doorbell::SqTail(QueueId(1)), Doorbell::CqHead(QueueId(1))] {
-        assert!(!attachment.ring(doorbell, 7));
-        assert_eq!(attachment.shared_parts().doorbells.load(doorbell), 0);
+        assert!(!backend.ring(doorbell, 7));
+        assert_eq!(backend.shared_parts().doorbells.load(doorbell), 0);
     }
-    assert_eq!(attachment.stats().queues, [], "no exit is counted");
+    assert_eq!(backend.stats().queues, [], "no exit is counted");
 }
 
 #[test]
 fn a_vector_that_the_function_does_not_have_is_refused() {
-    let attachment = local_backend();
+    let backend = local_backend();
     let config = CqConfig {
         qid: QueueId(1),
         base: nvme_guest::Gpa(0x1000),
         entries: 2,
         vector: Some(2),
     };
-    let error = attachment.create_cq(config).expect_err("there are two");
+    let error = backend.create_cq(config).expect_err("there are two");
     assert!(matches!(error, QueueError::InvalidVector(2)), "{error}");
 }

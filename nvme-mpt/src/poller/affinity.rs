@@ -34,8 +34,8 @@ pub(super) fn check_online(cpus: &[usize]) -> Result<(), NoSuchProcessor> {
 }
 
 fn check_among(cpus: &[usize], online: &str) -> Result<(), NoSuchProcessor> {
-    let there = ProcessorSet::parse_list(online);
-    match cpus.iter().find(|cpu| !there.contains(**cpu)) {
+    let online_processors = ProcessorSet::parse_list(online);
+    match cpus.iter().find(|cpu| !online_processors.contains(**cpu)) {
         None => Ok(()),
         Some(cpu) => Err(NoSuchProcessor {
             cpu: *cpu,
@@ -183,12 +183,12 @@ mod tests {
 
     #[test]
     fn processors_that_are_not_there_are_refused_with_those_that_are() {
-        for (online, there, missing) in [
+        for (online, online_processors, missing) in [
             ("0", &[0][..], &[1, 99][..]),
             ("0-1", &[0, 1], &[2, 99]),
             ("0-3,8,10-11", &[0, 3, 8, 10, 11], &[4, 7, 9, 12]),
         ] {
-            assert_eq!(check_among(there, online), Ok(()));
+            assert_eq!(check_among(online_processors, online), Ok(()));
             for cpu in missing {
                 let error = check_among(&[0, *cpu], online).unwrap_err().to_string();
                 assert!(error.contains(&format!("no processor {cpu} ")), "{error}");

@@ -101,8 +101,8 @@ mod tests {
         fn round(&mut self, mut poll: impl FnMut(usize, usize) -> u64) -> bool {
             let quantum = FunctionQuantum::new(TickRate::NANOSECOND);
             let mut left_out = false;
-            for (function, (turns, count)) in self.0.iter_mut().enumerate() {
-                left_out |= turns.run_turn(quantum, *count, |queue| poll(function, queue));
+            for (function, (arbitration, count)) in self.0.iter_mut().enumerate() {
+                left_out |= arbitration.run_turn(quantum, *count, |queue| poll(function, queue));
             }
             left_out
         }

@@ -52,15 +52,15 @@ impl ProcessorTopology {
         let mut topology = Self::default();
         let online = list(&root.join("cpu/online")).unwrap_or_default();
         for processor in online.iter() {
-            let folder = root.join(format!("cpu/cpu{processor}"));
-            if let Ok(core) = list(&folder.join("topology/thread_siblings_list")) {
+            let dir = root.join(format!("cpu/cpu{processor}"));
+            if let Ok(core) = list(&dir.join("topology/thread_siblings_list")) {
                 add_group(&mut topology.cores, core);
             }
             let cache = |index: usize| {
-                let folder = folder.join(format!("cache/index{index}"));
-                let level = fs::read_to_string(folder.join("level")).ok()?;
+                let dir = dir.join(format!("cache/index{index}"));
+                let level = fs::read_to_string(dir.join("level")).ok()?;
                 let level: u32 = level.trim().parse().ok()?;
-                Some((level, list(&folder.join("shared_cpu_list")).ok()?))
+                Some((level, list(&dir.join("shared_cpu_list")).ok()?))
             };
             let caches = (0..).map_while(cache);
             if let Some((_, last)) = caches.max_by_key(|(level, _)| *level) {
@@ -158,20 +158,20 @@ impl VcpuAffinity {
         };
         let topology = ProcessorTopology::of_this_host();
         let node = node.and_then(|number| topology.node(number));
-        let home = node.map(|node| node.intersection(&allowed));
-        let mut beside = Self {
+        let local = node.map(|node| node.intersection(&allowed));
+        let mut near = Self {
             vector,
             topology,
             allowed,
-            default_processors: home.filter(|home| !home.is_empty()).unwrap_or(allowed),
+            default_processors: local.filter(|local| !local.is_empty()).unwrap_or(allowed),
             current: allowed,
             reported: allowed,
             next_check: Ticks::now(),
             period_ticks: TickRate::measured().ticks(CHECK_INTERVAL),
             is_refused: false,
         };
-        beside.follow_vcpu(beside.next_check, name);
-        Some(beside)
+        near.follow_vcpu(near.next_check, name);
+        Some(near)
     }
 
     /// Moves the thread near the vCPU again if the check interval has passed and the vCPU has moved.
@@ -183,10 +183,10 @@ impl VcpuAffinity {
         self.next_check = Ticks(now.0.saturating_add(self.period_ticks));
         let thread = self.vector.as_ref().and_then(|vector| vector.vcpu_thread());
         let processors = |thread: ThreadId| thread.processors().ok();
-        let beside = thread
+        let near = thread
             .and_then(processors)
             .and_then(|vcpu| self.topology.processors_near(&vcpu, &self.allowed));
-        let place = beside.unwrap_or(self.default_processors);
+        let place = near.unwrap_or(self.default_processors);
         let is_moved = current_processors().is_ok_and(|own| own != self.reported);
         if place == self.current && !is_moved {
             return;
@@ -197,7 +197,7 @@ impl VcpuAffinity {
             Ok(()) => {
                 self.current = place;
                 // Logged at debug level, because a guest determines how often its interrupt moves to another vCPU.
-                match (beside, thread) {
+                match (near, thread) {
                     (Some(_), Some(ThreadId(thread))) => {
                         debug!("Poller {name} runs on {place} now, beside thread {thread}");
                     }
@@ -255,7 +255,7 @@ mod tests {
     #[test]
     fn a_poller_shares_the_cache_of_its_vcpu_and_leaves_its_core_alone() {
         let host = host();
-        for (vcpu, allowed, beside) in [
+        for (vcpu, allowed, near) in [
             ("0", "0-15", Some("1,9")),
             ("13", "0-15", Some("4,12")),
             ("0-1", "0-15", Some("8-9")),
@@ -270,7 +270,7 @@ mod tests {
             ("", "0-15", None),
         ] {
             let [set, among] = [vcpu, allowed].map(ProcessorSet::parse_list);
-            let wanted = beside.map(ProcessorSet::parse_list);
+            let wanted = near.map(ProcessorSet::parse_list);
             assert_eq!(
                 host.processors_near(&set, &among),
                 wanted,
@@ -282,7 +282,7 @@ mod tests {
         // A kernel without topology information.
         let bare = ProcessorTopology::default();
         let [vcpu, allowed] = ["1", "0-2"].map(ProcessorSet::parse_list);
-        let beside = bare.processors_near(&vcpu, &allowed);
-        assert_eq!(beside, Some(ProcessorSet::parse_list("0,2")));
+        let near = bare.processors_near(&vcpu, &allowed);
+        assert_eq!(near, Some(ProcessorSet::parse_list("0,2")));
     }
 }

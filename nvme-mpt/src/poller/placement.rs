@@ -65,7 +65,7 @@ impl PollerGroup {
             let turn = self.started.checked_rem(named.len())?;
             named.get(turn).copied()
         };
-        let home = match &self.policy.processors {
+        let processors = match &self.policy.processors {
             PollerProcessors::Any => ThreadPlacement::Anywhere,
             PollerProcessors::Named(named) => {
                 in_turn(named).map_or(ThreadPlacement::Anywhere, ThreadPlacement::Processor)
@@ -78,7 +78,7 @@ impl PollerGroup {
         };
         let poller = Poller::start(
             &format!("poll-{kind}-{}", self.started),
-            home,
+            processors,
             self.policy.idle_mode,
             self.adaptive,
             threads,
@@ -164,10 +164,10 @@ impl PollerPool {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    pub fn prepare(&self, policy: &PollPolicy, learning: AdaptivePolicies) -> io::Result<()> {
+    pub fn prepare(&self, policy: &PollPolicy, policies: AdaptivePolicies) -> io::Result<()> {
         match policy.sharing {
             PollerSharing::Shared => self
-                .choose_poller(policy, learning, PollerLocality::default(), None)
+                .choose_poller(policy, policies, PollerLocality::default(), None)
                 .map(drop),
             PollerSharing::Dedicated => Ok(()),
         }
@@ -176,7 +176,7 @@ impl PollerPool {
     /// Waits until each poller has made a pass over all queues and requests that it was given before the call, or until the
     /// maximum time has passed. While the calling thread waits, pollers can use its processor. Without the wait, the kernel
     /// might run the pollers a scheduler tick later.
-    pub fn await_passes(&self, patience: Duration) {
+    pub fn await_passes(&self, timeout: Duration) {
         let running: Vec<_> = {
             let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
             groups
@@ -184,10 +184,10 @@ impl PollerPool {
                 .flat_map(PollerGroup::running_pollers)
                 .collect()
         };
-        let deadline = clock::monotonic() + patience;
+        let deadline = clock::monotonic() + timeout;
         // All pollers are asked before the first wait.
-        let asked: Vec<_> = running.iter().map(|poller| poller.request_pass()).collect();
-        for answer in asked {
+        let passes: Vec<_> = running.iter().map(|poller| poller.request_pass()).collect();
+        for answer in passes {
             let left = deadline.saturating_sub(clock::monotonic());
             // After a timeout, the poller makes the requested pass without a waiter.
             let _ = answer.recv_timeout(left);
@@ -199,7 +199,7 @@ impl PollerPool {
     pub(crate) fn choose_poller(
         &self,
         policy: &PollPolicy,
-        learning: AdaptivePolicies,
+        policies: AdaptivePolicies,
         neighbours: PollerLocality,
         blocks: Option<usize>,
     ) -> io::Result<Arc<Poller>> {
@@ -207,16 +207,16 @@ impl PollerPool {
         let poller = self.choose_poller_among(
             &mut groups,
             policy,
-            learning.for_poller(),
+            policies.for_poller(),
             neighbours,
             blocks,
         )?;
-        let mut told = self.crowded.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reported = self.crowded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(cpu) = poller.cpu()
             && let Some(names) = crowded_pollers(&groups, cpu)
-            && !told.contains(&cpu)
+            && !reported.contains(&cpu)
         {
-            told.push(cpu);
+            reported.push(cpu);
             warn!(
                 "Pollers {} are pinned to processor {cpu}, and one of them never sleeps: they take turns by time \
                  slices. Name as many processors in poll= as there are queues, or leave out :busy",
@@ -230,18 +230,18 @@ impl PollerPool {
         &self,
         groups: &mut Vec<PollerGroup>,
         policy: &PollPolicy,
-        learning: AdaptivePolicies,
+        policies: AdaptivePolicies,
         neighbours: PollerLocality,
         blocks: Option<usize>,
     ) -> io::Result<Arc<Poller>> {
-        let is_same = |group: &PollerGroup| group.policy == *policy && group.adaptive == learning;
+        let is_same = |group: &PollerGroup| group.policy == *policy && group.adaptive == policies;
         let index = match groups.iter().position(is_same) {
             Some(index) => index,
             None => {
                 let policy = policy.clone();
                 groups.push(PollerGroup {
                     policy,
-                    adaptive: learning,
+                    adaptive: policies,
                     shared: Vec::new(),
                     dedicated: Vec::new(),
                     isolated: Vec::new(),
@@ -390,11 +390,11 @@ mod tests {
         drop(first);
         assert_eq!(pollers.stats().len(), 1);
         let place = |fixed: &str| {
-            let learning = fixed.parse().expect("names");
+            let policies = fixed.parse().expect("names");
             pollers
                 .choose_poller(
                     &PollPolicy::default(),
-                    learning,
+                    policies,
                     PollerLocality::default(),
                     None,
                 )
@@ -474,9 +474,9 @@ mod tests {
             let placed: Vec<_> = policies
                 .map(|policy: PollPolicy| place_in(&pollers, &policy).expect("thread"))
                 .collect();
-            let told = pollers.crowded.lock().expect("not poisoned").clone();
+            let reported = pollers.crowded.lock().expect("not poisoned").clone();
             drop(placed);
-            told
+            reported
         };
         assert_eq!(place(&["dedicated:busy@0"; 3]), [0]);
         assert_eq!(place(&["dedicated:busy@0", "shared@0"]), [0]);
@@ -536,12 +536,12 @@ mod tests {
 
     impl PlacementTestVcpu {
         fn start() -> Self {
-            let (orders, asked) = mpsc::channel();
+            let (orders, receiver) = mpsc::channel();
             let (tell, done) = mpsc::channel();
             let (name, named) = mpsc::channel();
             std::thread::spawn(move || {
                 name.send(ThreadId::current()).expect("a test");
-                for processor in asked {
+                for processor in receiver {
                     pin_current_thread(processor).expect("it may run there");
                     tell.send(()).expect("a test");
                 }

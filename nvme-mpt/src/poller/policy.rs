@@ -135,15 +135,15 @@ impl FromStr for PollPolicy {
 }
 
 impl PollPolicy {
-    /// Returns the doorbell mode for pollers of this policy. `asked` is the requested mode.
+    /// Returns the doorbell mode for pollers of this policy. `requested` is the requested mode.
     ///
     /// A store to a mapped register wakes no poller. So the doorbell registers of event-driven pollers are not mapped in
     /// [`DoorbellMode::Auto`].
     #[must_use]
-    pub fn doorbell_mode(&self, asked: DoorbellMode) -> DoorbellMode {
-        match (self.idle_mode, asked) {
+    pub fn doorbell_mode(&self, requested: DoorbellMode) -> DoorbellMode {
+        match (self.idle_mode, requested) {
             (PollerIdleMode::Event, DoorbellMode::Auto) => DoorbellMode::Shadow,
-            (_, asked) => asked,
+            (_, requested) => requested,
         }
     }
 
@@ -207,13 +207,17 @@ mod tests {
             let policy: PollPolicy = text.parse().expect("valid");
             policy
         });
-        for (policy, asked, given) in [
+        for (policy, requested, given) in [
             (&event, DoorbellMode::Auto, DoorbellMode::Shadow),
             (&event, DoorbellMode::Trap, DoorbellMode::Trap),
             (&event, DoorbellMode::Mapped, DoorbellMode::Mapped),
             (&adaptive, DoorbellMode::Auto, DoorbellMode::Auto),
         ] {
-            assert_eq!(policy.doorbell_mode(asked), given, "{policy}: {asked}");
+            assert_eq!(
+                policy.doorbell_mode(requested),
+                given,
+                "{policy}: {requested}"
+            );
         }
     }
 }

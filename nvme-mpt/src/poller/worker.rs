@@ -201,19 +201,19 @@ impl std::fmt::Debug for Poller {
 impl Poller {
     pub(super) fn start(
         name: &str,
-        home: ThreadPlacement,
+        placement: ThreadPlacement,
         spin: PollerIdleMode,
-        learning: AdaptivePolicies,
+        policies: AdaptivePolicies,
         threads: &ThreadSpawner,
     ) -> io::Result<Self> {
-        let cpu = match home {
+        let cpu = match placement {
             ThreadPlacement::Processor(cpu) => Some(cpu),
             ThreadPlacement::Anywhere | ThreadPlacement::NearVcpu(_) => None,
         };
-        let shared = PollerState::new(name, cpu, spin, learning, threads)?;
+        let shared = PollerState::new(name, cpu, spin, policies, threads)?;
         let mut worker = PollerThread::new(&shared)?;
         let work = Box::new(move || {
-            if let ThreadPlacement::NearVcpu(neighbours) = home {
+            if let ThreadPlacement::NearVcpu(neighbours) = placement {
                 worker.vcpu_affinity = VcpuAffinity::start(neighbours, &worker.shared.name);
             }
             worker.run();
@@ -245,9 +245,9 @@ impl Poller {
         threads: &ThreadSpawner,
     ) -> io::Result<Option<Arc<Self>>> {
         let shared = &self.shared;
-        let seat = shared.takeover_slot();
+        let takeover = shared.takeover_slot();
         let Some((began, thread)) =
-            seat.current_turn(|polled, index| shared.has_other_functions(polled, index))
+            takeover.current_turn(|polled, index| shared.has_other_functions(polled, index))
         else {
             return Ok(None);
         };
@@ -283,7 +283,7 @@ impl Poller {
             shared: apart.clone(),
         };
         let thread = threads.spawn(&shared.name, work)?;
-        let Some((mut polled, index)) = seat.take_over(began, ticket) else {
+        let Some((mut polled, index)) = takeover.take_over(began, ticket) else {
             return Ok(None);
         };
         *shared
@@ -360,14 +360,14 @@ impl Poller {
         self.request_removal(id, QueueRemovalMode::CutShort)
     }
 
-    fn request_removal(&self, id: u64, departure: QueueRemovalMode) -> QueueRemoval {
+    fn request_removal(&self, id: u64, mode: QueueRemovalMode) -> QueueRemoval {
         let (reply, queue) = sync_channel(1);
         let is_decided = Arc::new(AtomicBool::new(false));
         let requester = QueueRemovalReply {
             reply,
             is_decided: is_decided.clone(),
         };
-        self.send(PollerRequest::Remove(id, departure, requester));
+        self.send(PollerRequest::Remove(id, mode, requester));
         QueueRemoval { queue, is_decided }
     }
 
@@ -474,7 +474,7 @@ struct PolledFunction {
     function: Arc<ProcessorTime>,
     arbitration: FunctionArbitration,
     /// Queues and watches of the function; empty while the function has its turn.
-    members: FunctionQueues,
+    queues: FunctionQueues,
     /// Identifiers of the function's queues. Each has the descriptor that wakes a sleeping poller when the drive completes
     /// commands of the queue, if there is one.
     ids: Vec<(u64, Option<RawFd>)>,
@@ -501,12 +501,12 @@ pub(super) struct PolledFunctions {
 impl PolledFunctions {
     fn queues(&self) -> impl Iterator<Item = &ShadowQueue> {
         let functions = self.functions.iter();
-        functions.flat_map(|function| function.members.queues.iter().map(Box::as_ref))
+        functions.flat_map(|function| function.queues.queues.iter().map(Box::as_ref))
     }
 
     fn queues_mut(&mut self) -> impl Iterator<Item = &mut ShadowQueue> {
         let functions = self.functions.iter_mut();
-        functions.flat_map(|function| function.members.queues.iter_mut().map(Box::as_mut))
+        functions.flat_map(|function| function.queues.queues.iter_mut().map(Box::as_mut))
     }
 
     fn queue(&mut self, id: u64) -> Option<&mut ShadowQueue> {
@@ -516,12 +516,12 @@ impl PolledFunctions {
     fn watches(&self) -> impl Iterator<Item = &DoorbellWatch> {
         self.functions
             .iter()
-            .flat_map(|function| function.members.watches.iter())
+            .flat_map(|function| function.queues.watches.iter())
     }
 
     /// Returns the function that owns a charge. Adds the function if the poller does not have it yet.
-    fn get_or_add_function(&mut self, bill: &ProcessorTimeCharge) -> &mut PolledFunction {
-        let own = bill.function();
+    fn get_or_add_function(&mut self, charge: &ProcessorTimeCharge) -> &mut PolledFunction {
+        let own = charge.function();
         let at = self
             .functions
             .iter()
@@ -530,7 +530,7 @@ impl PolledFunctions {
             self.functions.push(PolledFunction {
                 function: own.clone(),
                 arbitration: FunctionArbitration::default(),
-                members: FunctionQueues::default(),
+                queues: FunctionQueues::default(),
                 ids: Vec::new(),
             });
             self.functions.len() - 1
@@ -539,8 +539,8 @@ impl PolledFunctions {
     }
 
     /// Returns the function that owns a charge, if the function has its own poller because it blocked others.
-    fn isolated_function(&mut self, bill: &ProcessorTimeCharge) -> Option<&mut IsolatedFunction> {
-        let own = bill.function();
+    fn isolated_function(&mut self, charge: &ProcessorTimeCharge) -> Option<&mut IsolatedFunction> {
+        let own = charge.function();
         self.isolated
             .iter_mut()
             .find(|apart| apart.function.as_ptr() == Arc::as_ptr(own))
@@ -572,7 +572,7 @@ impl PollerState {
         name: &str,
         cpu: Option<usize>,
         spin: PollerIdleMode,
-        learning: AdaptivePolicies,
+        policies: AdaptivePolicies,
         threads: &ThreadSpawner,
     ) -> io::Result<Arc<Self>> {
         Ok(Arc::new(Self {
@@ -590,7 +590,7 @@ impl PollerState {
             spurious_wakes: AtomicU64::new(0),
             started: Ticks::now(),
             idle_mode: spin,
-            adaptive: learning,
+            adaptive: policies,
             threads: threads.clone(),
             takeover_slot: Mutex::default(),
             thread: Mutex::default(),
@@ -607,8 +607,8 @@ impl PollerState {
     /// Returns whether the poller has other functions than the one at `index`, or a request to add one.
     fn has_other_functions(&self, polled: &PolledFunctions, index: usize) -> bool {
         let function = polled.functions.get(index);
-        let is_other = |bill: &ProcessorTimeCharge| {
-            function.is_none_or(|function| !Arc::ptr_eq(&function.function, bill.function()))
+        let is_other = |charge: &ProcessorTimeCharge| {
+            function.is_none_or(|function| !Arc::ptr_eq(&function.function, charge.function()))
         };
         polled.functions.len() > 1
             || self.has_mail.load(Ordering::Acquire)
@@ -659,21 +659,21 @@ impl PollerThread {
         began: Ticks,
         work: impl FnOnce(&mut FunctionQueues) -> R,
     ) -> R {
-        let mut members = std::mem::take(&mut self.polled.functions[index].members);
+        let mut function_queues = std::mem::take(&mut self.polled.functions[index].queues);
         if !self.takeover_slot.is_watched() {
-            let result = work(&mut members);
-            self.polled.functions[index].members = members;
+            let result = work(&mut function_queues);
+            self.polled.functions[index].queues = function_queues;
             return result;
         }
         let polled = std::mem::take(&mut self.polled);
         self.takeover_slot.begin_turn(polled, index, began);
-        let result = work(&mut members);
+        let result = work(&mut function_queues);
         match self.takeover_slot.end_turn() {
             Ok(polled) => {
                 self.polled = polled;
-                self.polled.functions[index].members = members;
+                self.polled.functions[index].queues = function_queues;
             }
-            Err(ticket) => self.continue_isolated(ticket, members, began),
+            Err(ticket) => self.continue_isolated(ticket, function_queues, began),
         }
         result
     }
@@ -684,7 +684,7 @@ impl PollerThread {
     fn continue_isolated(
         &mut self,
         ticket: Option<TakeoverTicket>,
-        members: FunctionQueues,
+        function_queues: FunctionQueues,
         began: Ticks,
     ) {
         let Some(TakeoverTicket { shared, sleeper }) = ticket else {
@@ -706,14 +706,14 @@ impl PollerThread {
         let time = u64::try_from(thread_time().as_nanos()).unwrap_or(u64::MAX);
         self.offset_nanoseconds = 0_u64.wrapping_sub(time);
         self.charged_time = thread_time();
-        let FunctionQueues { queues, watches } = members;
+        let FunctionQueues { queues, watches } = function_queues;
         for queue in queues {
             self.add_queue(queue);
         }
         for watch in watches {
             self.polled
                 .get_or_add_function(&watch.cpu_charge)
-                .members
+                .queues
                 .watches
                 .push(watch);
         }
@@ -728,11 +728,11 @@ impl PollerThread {
         }
         let function = self.polled.get_or_add_function(queue.cpu_charge());
         function.ids.push((queue.id(), fd));
-        function.members.queues.push(queue);
+        function.queues.queues.push(queue);
     }
 
     fn run(mut self) {
-        let (spin, learning) = (self.shared.idle_mode, self.shared.adaptive);
+        let (spin, policies) = (self.shared.idle_mode, self.shared.adaptive);
         self.takeover_slot.set_thread(ThreadId::current());
         let processor = self.shared.cpu;
         // Processors for the thread if it is left with a function that blocks others.
@@ -742,9 +742,9 @@ impl PollerThread {
         let rate = TickRate::measured();
         let early = spin.spin_lead();
         let due_soon = rate.ticks(early);
-        let mut spin_time = SpinTime::new(learning.spin, rate);
-        let mut courtesy = PreemptionBackoff::new(learning.courtesy, rate);
-        let looks = PollInterval::new(learning.looks);
+        let mut spin_time = SpinTime::new(policies.spin, rate);
+        let mut backoff = PreemptionBackoff::new(policies.courtesy, rate);
+        let poll_interval = PollInterval::new(policies.looks);
         let mut idle_since = None;
         // Like `idle_since`, but starts again after each sleep.
         let mut spin_since = None;
@@ -768,8 +768,8 @@ impl PollerThread {
             let now = Ticks::now();
             if now >= settles_at {
                 self.charge_time();
-                if let Some(beside) = &mut self.vcpu_affinity {
-                    beside.follow_vcpu(now, &self.shared.name);
+                if let Some(affinity) = &mut self.vcpu_affinity {
+                    affinity.follow_vcpu(now, &self.shared.name);
                 }
                 // The pinned processor belongs to the thread that runs the other functions, so an isolated function's thread is
                 // unpinned.
@@ -790,7 +790,7 @@ impl PollerThread {
                 ticks: rate.ticks(thread_time()),
                 preemptions: thread_preemptions(),
             };
-            if courtesy.on_pass(now, spun, now.since(pass_began), on_processor) {
+            if backoff.on_pass(now, spun, now.since(pass_began), on_processor) {
                 spin_time.on_contention();
             }
             if worked {
@@ -808,8 +808,8 @@ impl PollerThread {
             if empty_passes > eager_passes {
                 std::hint::spin_loop();
             }
-            let rests = self.throttled_queues();
-            let patience = match rests {
+            let throttled = self.throttled_queues();
+            let timeout = match throttled {
                 ThrottledQueues::None => spin_time.ticks(),
                 ThrottledQueues::Some => spin_time.min_ticks(),
                 ThrottledQueues::All => 0,
@@ -824,9 +824,9 @@ impl PollerThread {
             };
             let parks = has_nothing
                 || spin
-                    .park_timeout(patience)
-                    .is_some_and(|patience| idle >= patience || self.has_no_queues());
-            let leaves = courtesy.should_sleep(now, idle);
+                    .park_timeout(timeout)
+                    .is_some_and(|timeout| idle >= timeout || self.has_no_queues());
+            let leaves = backoff.should_sleep(now, idle);
             if !(parks || leaves)
                 || self
                     .ticks_until_due(now)
@@ -836,10 +836,10 @@ impl PollerThread {
             }
             spin_since = None;
             if parks {
-                let (found_work, slept) = self.park(idle, early, looks);
+                let (found_work, slept) = self.park(idle, early, poll_interval);
                 // If queues wait for their limits, a timer ends the sleep, and a longer spin would not have found work. So such
                 // sleeps do not adapt the spin time.
-                if rests == ThrottledQueues::None {
+                if throttled == ThrottledQueues::None {
                     spin_time.on_sleep(slept, found_work);
                 }
                 pass_began = Ticks::now();
@@ -896,8 +896,8 @@ impl PollerThread {
         let quantum = self.quantum;
         let mut index = 0;
         while let Some(function) = self.polled.functions.get(index) {
-            let mut turns = function.arbitration;
-            let turns_of = &mut turns;
+            let mut arbitration = function.arbitration;
+            let turns_of = &mut arbitration;
             (worked, began) =
                 self.run_turn(index, began, move |FunctionQueues { queues, watches }| {
                     let (mut worked, mut last) = (worked, began);
@@ -931,7 +931,7 @@ impl PollerThread {
                     (worked, last)
                 });
             if let Some(function) = self.polled.functions.get_mut(index) {
-                function.arbitration = turns;
+                function.arbitration = arbitration;
             }
             index += 1;
         }
@@ -963,8 +963,11 @@ impl PollerThread {
         self.shared
             .processor_nanoseconds
             .store(nanoseconds, Ordering::Relaxed);
-        let settlement = ProcessorTimeDivision::new(spent, self.charges());
-        for PolledFunction { members, .. } in &mut self.polled.functions {
+        let division = ProcessorTimeDivision::new(spent, self.charges());
+        for PolledFunction {
+            queues: members, ..
+        } in &mut self.polled.functions
+        {
             let queues = members
                 .queues
                 .iter_mut()
@@ -975,7 +978,7 @@ impl PollerThread {
                 .map(|watch| &mut watch.cpu_charge);
             queues
                 .chain(watches)
-                .for_each(|bill| settlement.charge_share(bill));
+                .for_each(|charge| division.charge_share(charge));
         }
     }
 
@@ -987,9 +990,11 @@ impl PollerThread {
     /// Updates what depends on the set of queues and watches, after some were added or removed.
     fn on_queues_changed(&mut self) {
         let functions = &mut self.polled.functions;
-        functions.retain(|PolledFunction { members, .. }| {
-            !(members.queues.is_empty() && members.watches.is_empty())
-        });
+        functions.retain(
+            |PolledFunction {
+                 queues: members, ..
+             }| { !(members.queues.is_empty() && members.watches.is_empty()) },
+        );
         let is_of_one = functions.len() <= 1;
         self.has_single_function = is_of_one && self.polled.pending_removals.is_empty();
         for queue in self.polled.queues_mut() {
@@ -1002,9 +1007,9 @@ impl PollerThread {
 
     /// Sleeps until there is work, or until `early` before a timed command is due. Returns whether there was work after the
     /// sleep, and the ticks slept.
-    fn park(&mut self, idle: u64, early: Duration, looks: PollInterval) -> (bool, u64) {
-        self.for_each_function(|members| {
-            for queue in &mut members.queues {
+    fn park(&mut self, idle: u64, early: Duration, poll_interval: PollInterval) -> (bool, u64) {
+        self.for_each_function(|function_queues| {
+            for queue in &mut function_queues.queues {
                 queue.arm_notifications();
             }
             false
@@ -1029,12 +1034,12 @@ impl PollerThread {
         self.shared.asleep_since.store(began.0, Ordering::Relaxed);
         let mut timeout = None;
         if !found {
-            let silent = timed.then(|| {
+            let untrapped_since = timed.then(|| {
                 let idle = Duration::from_nanos(nvme_mpt_memory::clock::ticks_to_nanoseconds(idle));
                 if self.polled.queues().any(ShadowQueue::has_unsignalled_work) {
                     PollInterval::for_pending_work(idle)
                 } else {
-                    looks.for_doorbells(idle)
+                    poll_interval.for_doorbells(idle)
                 }
             });
             // The sleep ends `early` before a command is due. The poller spins for the remaining time, so that the command
@@ -1044,17 +1049,17 @@ impl PollerThread {
                     Duration::from_nanos(nvme_mpt_memory::clock::ticks_to_nanoseconds(ticks));
                 until.saturating_sub(early).max(Duration::from_micros(1))
             });
-            let rest = self
+            let wait = self
                 .polled
                 .queues()
                 .filter_map(ShadowQueue::throttled_until);
-            let rest = rest.min().map(|end| {
+            let wait = wait.min().map(|end| {
                 Duration::from_nanos(nvme_mpt_memory::clock::ticks_to_nanoseconds(
                     end.since(began),
                 ))
                 .max(Duration::from_micros(1))
             });
-            timeout = [silent, due, rest].into_iter().flatten().min();
+            timeout = [untrapped_since, due, wait].into_iter().flatten().min();
             self.shared.parks.fetch_add(1, Ordering::Relaxed);
             self.sleeper.sleep(timeout);
         }
@@ -1074,11 +1079,11 @@ impl PollerThread {
     /// Returns the share of the poller's queues that wait for the rate limits of their leases. The share is not `All` while the
     /// poller watches doorbells.
     fn throttled_queues(&self) -> ThrottledQueues {
-        let rests = self
+        let throttled = self
             .polled
             .queues()
             .filter_map(ShadowQueue::throttled_until);
-        match rests.count() {
+        match throttled.count() {
             0 => ThrottledQueues::None,
             count if count == self.polled.queues().count() && self.has_no_watches() => {
                 ThrottledQueues::All
@@ -1126,10 +1131,10 @@ impl PollerThread {
                         None => self.add_queue(queue),
                     }
                 }
-                PollerRequest::Remove(id, departure, requester) => match self.polled.queue(id) {
+                PollerRequest::Remove(id, mode, requester) => match self.polled.queue(id) {
                     Some(queue) => {
                         queue.stop();
-                        if departure == QueueRemovalMode::CutShort {
+                        if mode == QueueRemovalMode::CutShort {
                             queue.cut_short();
                         }
                         // The requester of an earlier removal of this queue has stopped waiting.
@@ -1140,7 +1145,7 @@ impl PollerThread {
                     }
                     None => {
                         for IsolatedFunction { poller, .. } in &self.polled.isolated {
-                            poller.send(PollerRequest::Remove(id, departure, requester.clone()));
+                            poller.send(PollerRequest::Remove(id, mode, requester.clone()));
                         }
                     }
                 },
@@ -1171,14 +1176,14 @@ impl PollerThread {
                         None => self
                             .polled
                             .get_or_add_function(&watch.cpu_charge)
-                            .members
+                            .queues
                             .watches
                             .push(watch),
                     }
                 }
                 PollerRequest::Unwatch(id) => {
                     for function in &mut self.polled.functions {
-                        function.members.watches.retain(|watch| watch.id != id);
+                        function.queues.watches.retain(|watch| watch.id != id);
                     }
                     for apart in &self.polled.isolated {
                         apart.poller.unwatch_doorbells(id);
@@ -1221,22 +1226,22 @@ impl PollerThread {
         let mut abandoned = Vec::new();
         leaving.retain(|(id, requester)| {
             let found = functions.iter_mut().find_map(|function| {
-                let queues = &function.members.queues;
+                let queues = &function.queues.queues;
                 let index = queues.iter().position(|queue| queue.id() == *id)?;
                 Some((function, index))
             });
             let Some((function, index)) = found else {
                 return false;
             };
-            if !function.members.queues[index].is_drained() {
+            if !function.queues.queues[index].is_drained() {
                 return true;
             }
             if requester.is_decided.swap(true, Ordering::AcqRel) {
                 // The requester has cancelled the removal, so the queue stays. The mail about the cancellation will arrive.
-                function.members.queues[index].resume();
+                function.queues.queues[index].resume();
                 return false;
             }
-            let queue = function.members.queues.swap_remove(index);
+            let queue = function.queues.queues.swap_remove(index);
             function.ids.retain(|(other, _)| other != id);
             shared.queue_count.fetch_sub(1, Ordering::Relaxed);
             if let Some(fd) = queue.wait_fd() {
@@ -1318,9 +1323,9 @@ impl PollerSleep {
             return;
         }
         let mut events = [EpollEvent::default(); 8];
-        let rest = timeout.filter(|_| exact.is_none());
+        let spin_timeout = timeout.filter(|_| exact.is_none());
         // An interrupted sleep counts as a short sleep: the poller checks for work and sleeps again.
-        let ready = eventfd::wait(self.waker.epoll(), rest, &mut events).unwrap_or(0);
+        let ready = eventfd::wait(self.waker.epoll(), spin_timeout, &mut events).unwrap_or(0);
         if events[..ready]
             .iter()
             .any(|event| event.fd() == self.waker_fd)

@@ -188,9 +188,9 @@ impl LeasedBlocks {
         let mut within = 0;
         while within < self.blocks {
             let (start, run) = self.contiguous_run(Lba(within), self.blocks - within);
-            let there = host_blocks.saturating_sub(start.0).min(run);
-            within += there;
-            if there < run {
+            let host_run = host_blocks.saturating_sub(start.0).min(run);
+            within += host_run;
+            if host_run < run {
                 break;
             }
         }
@@ -273,15 +273,15 @@ mod tests {
                 .collect();
             prop_assert_eq!(blocks.blocks(), model.len() as u64);
             for (slba, count) in commands {
-                let there = model.get(slba as usize..(slba + count) as usize);
+                let host_extents = model.get(slba as usize..(slba + count) as usize);
                 let translated = blocks.translate(Lba(slba), count);
-                let Some(there) = there else {
+                let Some(host_extents) = host_extents else {
                     let outside = CommandFailure::permanent(Status::LBA_OUT_OF_RANGE, field_offsets::CDW10);
                     prop_assert_eq!(translated, Err(outside.into()));
                     continue;
                 };
-                if let Some(first) = there.first() {
-                    let follow = there.windows(2).take_while(|pair| pair[0] + 1 == pair[1]);
+                if let Some(first) = host_extents.first() {
+                    let follow = host_extents.windows(2).take_while(|pair| pair[0] + 1 == pair[1]);
                     let run = follow.count() as u64 + 1;
                     prop_assert_eq!(blocks.contiguous_run(Lba(slba), count), (Lba(*first), run));
                     let expected = match run == count {

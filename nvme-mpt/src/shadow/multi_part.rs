@@ -178,12 +178,12 @@ impl MultiPartCommands {
         };
         self.lists.extend(progress.list.take());
         progress.done += std::mem::take(&mut progress.part);
-        let goes_on = status.is_success() && progress.done < progress.total;
-        match goes_on {
+        let continues = status.is_success() && progress.done < progress.total;
+        match continues {
             true => self.waiting.push_back(slot),
             false => self.count -= 1,
         }
-        goes_on
+        continues
     }
 }
 
@@ -385,18 +385,25 @@ impl PartBuilder {
         } = means;
         let command = DatasetManagement::from(&*part);
         let most = limits.dsm_ranges_max.min(256) as usize;
-        let room = (limits.dsm_range_bytes_max >> blocks.lba_shift()).max(1);
+        let max_blocks = (limits.dsm_range_bytes_max >> blocks.lba_shift()).max(1);
         let ranges =
             self.copy_ranges::<DsmRange>(usize::from(command.nr_z) + 1, place.slot, lists)?;
         let (list, iova) = lists.slot_list(place.list);
         let ranges = ranges
             .iter()
             .map(|range| (range.slba, u64::from(range.nlb)));
-        let (count, taken) = cut_ranges(ranges, done, most, room, blocks, |number, slba, run| {
-            // The run is at most the range, whose length is a `u32`.
-            let (cattr, nlb) = (0, run as u32);
-            write_range(list, number, &DsmRange { cattr, nlb, slba })
-        })?;
+        let (count, taken) = cut_ranges(
+            ranges,
+            done,
+            most,
+            max_blocks,
+            blocks,
+            |number, slba, run| {
+                // The run is at most the range, whose length is a `u32`.
+                let (cattr, nlb) = (0, run as u32);
+                write_range(list, number, &DsmRange { cattr, nlb, slba })
+            },
+        )?;
         let nr_z = count.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u8;
         DatasetManagement { nr_z, ..command }.write_to(part);
         part.dptr = [iova.bits(), 0];
@@ -422,20 +429,27 @@ impl PartBuilder {
             self.copy_ranges::<CopyRange0>(usize::from(command.nr_z) + 1, place.slot, lists)?;
         let total: u64 = ranges.iter().map(|range| u64::from(range.nlb_z) + 1).sum();
         let to = Lba(command.sdlba.0 + done);
-        let (sdlba, room) = blocks.contiguous_run(to, total.saturating_sub(done));
+        let (sdlba, run_blocks) = blocks.contiguous_run(to, total.saturating_sub(done));
         let (list, iova) = lists.slot_list(place.list);
         let ranges = ranges
             .iter()
             .map(|range| (range.slba, u64::from(range.nlb_z) + 1));
-        let (count, taken) = cut_ranges(ranges, done, most, room, blocks, |number, slba, run| {
-            let nlb_z = run.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u16;
-            let piece = CopyRange0 {
-                slba,
-                nlb_z,
-                ..CopyRange0::default()
-            };
-            write_range(list, number, &piece)
-        })?;
+        let (count, taken) = cut_ranges(
+            ranges,
+            done,
+            most,
+            run_blocks,
+            blocks,
+            |number, slba, run| {
+                let nlb_z = run.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u16;
+                let piece = CopyRange0 {
+                    slba,
+                    nlb_z,
+                    ..CopyRange0::default()
+                };
+                write_range(list, number, &piece)
+            },
+        )?;
         let nr_z = count.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u8;
         CopyCommand {
             sdlba,
@@ -449,13 +463,13 @@ impl PartBuilder {
 }
 
 /// Cuts the ranges of a command, without the first `done` blocks, into pieces that are contiguous in the host's namespace.
-/// Passes pieces to `put`: at most `most` pieces, and at most `room` blocks in total. Returns the numbers of pieces and of
-/// blocks that it has passed.
+/// Passes pieces to `put`: at most `most` pieces, and at most `max_blocks` blocks in total. Returns the numbers of pieces and
+/// of blocks that it has passed.
 fn cut_ranges(
     ranges: impl Iterator<Item = (Lba, u64)>,
     done: u64,
     most: usize,
-    room: u64,
+    max_blocks: u64,
     blocks: &LeasedBlocks,
     mut put: impl FnMut(usize, Lba, u64) -> Result<(), Status>,
 ) -> Result<(usize, u64), Status> {
@@ -464,10 +478,10 @@ fn cut_ranges(
         let mut at = skip.min(length);
         skip -= at;
         while at < length {
-            if count == most || taken == room {
+            if count == most || taken == max_blocks {
                 return Ok((count, taken));
             }
-            let left = (length - at).min(room - taken);
+            let left = (length - at).min(max_blocks - taken);
             let (slba, run) = blocks.contiguous_run(Lba(start.0 + at), left);
             if run == 0 {
                 return Err(Status::INTERNAL_ERROR);

@@ -143,15 +143,17 @@ fn translate_chain(
         if !page.has_next_page {
             return translate_entries(table, hints, guest_list, direction, host_list);
         }
-        let here = page.data_entries() as usize;
+        let entries = page.data_entries() as usize;
         let internal = CommandFailure::permanent(Status::INTERNAL_ERROR, PRP2);
         // The list's address is a multiple of an entry's size, and regions are whole pages. So every entry is aligned.
-        let next = guest_list.words().ok_or(internal)?.read(here);
+        let next = guest_list.words().ok_or(internal)?.read(entries);
         list.advance(page, PrpEntry(next));
         current_page(&list)?;
-        let guest_list = guest_list.slice(0, PrpEntry::SIZE * here).ok_or(internal)?;
+        let guest_list = guest_list
+            .slice(0, PrpEntry::SIZE * entries)
+            .ok_or(internal)?;
         translate_entries(table, hints, guest_list, direction, host_list)?;
-        host_list = host_list.get_mut(here..).ok_or(internal)?;
+        host_list = host_list.get_mut(entries..).ok_or(internal)?;
     }
 }
 

@@ -142,7 +142,7 @@ impl<'a> SlotPermit<'a> {
     pub(crate) fn occupy(self, command: SlotCommand) -> &'a Sqe {
         let Self { slot, free, .. } = self;
         let SlotCommand {
-            credit: room,
+            credit,
             cdw0,
             sq,
             bytes,
@@ -151,7 +151,7 @@ impl<'a> SlotPermit<'a> {
         } = command;
         slot.cdw0 = cdw0;
         slot.sq = sq;
-        slot.credit = Some(room);
+        slot.credit = Some(credit);
         slot.bytes = bytes;
         slot.slba = slba;
         slot.taken_at = taken;
@@ -269,20 +269,20 @@ impl CommandSlots {
             .slots
             .get_mut(usize::from(index))
             .filter(|slot| slot.credit.is_some())?;
-        let room = slot.credit.take()?;
+        let credit = slot.credit.take()?;
         slot.next_free = self.free.first;
         self.free.first = index;
         self.free.count += 1;
-        Some((slot, room))
+        Some((slot, credit))
     }
 
     /// Occupies the slot that was released last again, because its command continues. `room` is its completion entry.
     #[cold]
-    pub(crate) fn reoccupy(&mut self, index: u16, room: CompletionCredit) {
+    pub(crate) fn reoccupy(&mut self, index: u16, credit: CompletionCredit) {
         if let Some(slot) = self.slots.get_mut(usize::from(index))
             && self.free.first == index
         {
-            slot.credit = Some(room);
+            slot.credit = Some(credit);
             self.free.first = slot.next_free;
             self.free.count -= 1;
         }
@@ -292,8 +292,8 @@ impl CommandSlots {
     /// and that must be resubmitted.
     #[cold]
     #[inline(never)]
-    pub(crate) fn reoccupy_interrupted(&mut self, index: u16, room: CompletionCredit) {
-        self.reoccupy(index, room);
+    pub(crate) fn reoccupy_interrupted(&mut self, index: u16, credit: CompletionCredit) {
+        self.reoccupy(index, credit);
         self.interrupted.push(index);
     }
 
@@ -409,8 +409,8 @@ mod tests {
         for number in [1, 0, 3] {
             assert_eq!(occupy(&mut slots, CommandId(number)), number);
         }
-        let (_, room) = slots.release(3).expect("in flight");
-        slots.reoccupy(3, room);
+        let (_, credit) = slots.release(3).expect("in flight");
+        slots.reoccupy(3, credit);
         assert_eq!((slots.in_flight(), slots.free_count()), (4, 0));
         assert!(slots.reserve().is_none());
     }

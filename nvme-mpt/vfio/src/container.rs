@@ -56,8 +56,8 @@ fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
     std::iter::from_fn(move || {
         let left = len.checked_sub(at).filter(|left| *left > 0)?;
         let start = at;
-        let room = PIN_BYTES_MAX - iova.wrapping_add(at) % PIN_BYTES_MAX;
-        at += left.min(room);
+        let free_bytes = PIN_BYTES_MAX - iova.wrapping_add(at) % PIN_BYTES_MAX;
+        at += left.min(free_bytes);
         Some(start..at)
     })
 }
@@ -269,7 +269,7 @@ impl Iommu for Type1Container {
         memory: &Mapping,
         part: Range<usize>,
         access: MappingAccess,
-        before: &mut BeforePinning<'_>,
+        before_pinning: &mut BeforePinning<'_>,
     ) -> io::Result<()> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
         let Some(ContainerFiles { container, .. }) = &*files else {
@@ -293,7 +293,7 @@ impl Iommu for Type1Container {
                 .bytes(start, len as usize)
                 .ok_or(io::ErrorKind::InvalidInput)?;
             let (at, size) = (iova + piece.start, piece.end - piece.start);
-            let mapped = before(start..start + len as usize).and_then(|()| {
+            let mapped = before_pinning(start..start + len as usize).and_then(|()| {
                 ioctl::map_dma(container, bytes, at, size, writable)
                     .map_err(|error| self.map_error(error, size))
             });
@@ -556,8 +556,8 @@ mod tests {
 
     #[test]
     fn reserved_addresses_are_not_usable() {
-        let folder = tempfile::tempdir().expect("folder");
-        let path = folder.path().join("reserved_regions");
+        let dir = tempfile::tempdir().expect("folder");
+        let path = dir.path().join("reserved_regions");
         let text = "0x00000000fee00000 0x00000000feefffff msi\n\
                     0x0000000000000000 0x0000000000000fff direct-relaxable\n\
                     0x000000fd00000000 0x000000ffffffffff reserved\n";

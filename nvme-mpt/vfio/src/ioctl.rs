@@ -429,8 +429,8 @@ impl VfioCapabilityChain {
 
     /// Reads `count` pairs of 64-bit numbers, which begin at an offset. Leaves out those beyond the end of the structure.
     fn read_pairs(&self, offset: usize, count: u32) -> Vec<(u64, u64)> {
-        let there = self.words.as_bytes().len().saturating_sub(offset) / 16;
-        (0..there.min(count as usize))
+        let max_entries = self.words.as_bytes().len().saturating_sub(offset) / 16;
+        (0..max_entries.min(count as usize))
             .map(|index| {
                 let at = offset + 16 * index;
                 (self.u64(at), self.u64(at + 8))
@@ -550,14 +550,14 @@ mod tests {
             0xFFFF_FFFF,
             0x7F,
         ];
-        let told = parse_iommu(&info(&words));
-        assert_eq!(told.page_sizes, 0x4020_1000);
-        assert_eq!(told.mappings_left, Some(65_535));
+        let parsed = parse_iommu(&info(&words));
+        assert_eq!(parsed.page_sizes, 0x4020_1000);
+        assert_eq!(parsed.mappings_left, Some(65_535));
         let usable = [0..=0xFEDF_FFFF, 0xFEF0_0000..=0x7F_FFFF_FFFF];
-        assert_eq!(told.usable_iovas.as_deref(), Some(&usable[..]));
+        assert_eq!(parsed.usable_iovas.as_deref(), Some(&usable[..]));
 
-        let told = parse_iommu(&info(&[24, abi::VFIO_IOMMU_INFO_PGSIZES, 4096, 0, 0, 0]));
-        assert_eq!((told.usable_iovas, told.mappings_left), (None, None));
+        let parsed = parse_iommu(&info(&[24, abi::VFIO_IOMMU_INFO_PGSIZES, 4096, 0, 0, 0]));
+        assert_eq!((parsed.usable_iovas, parsed.mappings_left), (None, None));
     }
 
     #[test]

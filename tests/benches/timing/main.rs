@@ -87,12 +87,12 @@ impl Rig {
             rates: nvme_guest::rate_limit::RateLimits::default(),
             serial: None,
         };
-        let attachment = Arc::new(LocalBackend::new(config).unwrap());
-        let guest = AttachedGuest::new(attachment.clone(), 128 << 20);
+        let local_backend = Arc::new(LocalBackend::new(config).unwrap());
+        let guest = AttachedGuest::new(local_backend.clone(), 128 << 20);
         let queue = guest.queue_pair(1, ENTRIES, None);
-        let shadow = attachment.take_queue(QueueId(1)).unwrap();
+        let shadow = local_backend.take_queue(QueueId(1)).unwrap();
         Self {
-            local_backend: attachment,
+            local_backend,
             queue,
             shadow,
             guest,
@@ -291,7 +291,7 @@ fn report(name: &str, profile: &DriveProfile, smoke: bool) {
         rig.finish();
         latencies.sort_unstable();
         let at = |share: f64| latencies[(latencies.len() as f64 * share) as usize] as f64;
-        let figures = match case.configured {
+        let timings = match case.configured {
             Configured::Latency(configured) => [(0.5, "p50"), (0.99, "p99")]
                 .map(|(share, label)| (label, configured / 1e3, at(share) / 1e3, "us"))
                 .to_vec(),
@@ -300,7 +300,7 @@ fn report(name: &str, profile: &DriveProfile, smoke: bool) {
                 vec![("mean", configured / MIB, achieved / MIB, "MiB/s")]
             }
         };
-        for (label, configured, achieved, unit) in figures {
+        for (label, configured, achieved, unit) in timings {
             let off = (achieved / configured - 1.0) * 100.0;
             let case = case.name;
             println!(

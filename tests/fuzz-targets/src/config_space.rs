@@ -22,9 +22,9 @@ thread_local! {
 struct BarAddresses([Option<u64>; 2]);
 
 impl BarAddresses {
-    fn apply_moves(&mut self, moves: &[BarMove], function: &NvmeFunction) {
+    fn apply_moves(&mut self, bar_moves: &[BarMove], function: &NvmeFunction) {
         for (place, bar) in self.0.iter_mut().zip(Bar::ALL) {
-            for moved in moves.iter().filter(|moved| moved.bar == bar) {
+            for moved in bar_moves.iter().filter(|moved| moved.bar == bar) {
                 assert_eq!((moved.from, moved.size), (*place, function.bar_size(bar)));
                 assert_ne!(moved.from, moved.to);
                 *place = moved.to;
@@ -84,13 +84,13 @@ pub fn run(input: &[u8]) {
                 function.read_config(offset, &mut data);
                 assert!(offset < 0x100 || data.iter().all(|byte| *byte == 0));
             } else {
-                let moves = function.write_config(offset, input.piece(length));
-                places.apply_moves(&moves, function);
+                let bar_moves = function.write_config(offset, input.piece(length));
+                places.apply_moves(&bar_moves, function);
             }
             check(function);
         }
-        let moves = function.reset();
-        places.apply_moves(&moves, function);
+        let bar_moves = function.reset();
+        places.apply_moves(&bar_moves, function);
         assert_eq!(places.0, [None; 2]);
     });
 }

@@ -93,7 +93,7 @@ impl Lane {
             blocks: drive.blocks(),
             previous_data: nvme_lease::PreviousDataPolicy::Kept,
         };
-        let attachment = LocalBackend::new(LocalBackendConfig {
+        let local_backend = LocalBackend::new(LocalBackendConfig {
             drive: drive.clone(),
             lease: ledger.acquire(&request).expect("a lease"),
             queue_pairs: 1,
@@ -121,13 +121,13 @@ impl Lane {
             readable: true,
             writable: true,
         };
-        attachment.window().map(region).expect("memory");
+        local_backend.window().map(region).expect("memory");
         let list: Vec<u8> = (1..DATA_PAGES)
             .flat_map(|page| (DATA + page * PAGE).to_le_bytes())
             .collect();
         memory.write_all_at(&list, LIST).expect("memory");
         Self {
-            local_backend: attachment,
+            local_backend,
             memory,
             shadow: None,
             tail: 0,
@@ -172,7 +172,7 @@ impl Lane {
         let Some(index) = self
             .command_states
             .iter()
-            .position(|fate| *fate == ExpectedResult::Idle)
+            .position(|expected_result| *expected_result == ExpectedResult::Idle)
         else {
             return;
         };
@@ -215,12 +215,12 @@ impl Lane {
                 break;
             }
             let index = usize::from(word(12));
-            let fate = self
+            let expected_result = self
                 .command_states
                 .get_mut(index)
                 .expect("a command of the guest's");
             let success = word(14) >> 1 & 0x7FF == 0;
-            match std::mem::take(fate) {
+            match std::mem::take(expected_result) {
                 ExpectedResult::Idle => panic!("command {index} completed, which is not in flight"),
                 ExpectedResult::InFlight => assert!(success, "command {index}: {:#x}", word(14)),
                 ExpectedResult::Interrupted => {}
@@ -244,7 +244,7 @@ impl Lane {
     fn is_idle(&self) -> bool {
         self.command_states
             .iter()
-            .all(|fate| *fate == ExpectedResult::Idle)
+            .all(|expected_result| *expected_result == ExpectedResult::Idle)
     }
 }
 
@@ -325,15 +325,20 @@ impl Fixture {
             if upper & STATUS_MASK != 0 {
                 let stretch = sqe.0[5] / BLOCKS_PER_COMMAND;
                 let lane = &mut self.lanes[stretch as usize / COMMANDS];
-                let fate = &mut lane.command_states[stretch as usize % COMMANDS];
-                assert_ne!(*fate, ExpectedResult::Idle, "a part of nothing: {sqe:?}");
+                let expected_result = &mut lane.command_states[stretch as usize % COMMANDS];
+                assert_ne!(
+                    *expected_result,
+                    ExpectedResult::Idle,
+                    "a part of nothing: {sqe:?}"
+                );
                 let is_interrupted = (upper & STATUS_MASK) >> 49 == INTERRUPTED;
                 // The first failed part, in order of the blocks, determines the status. So the status of other parts may
                 // not be visible to the guest.
-                *fate = match is_interrupted || *fate == ExpectedResult::Interrupted {
-                    true => ExpectedResult::Interrupted,
-                    false => ExpectedResult::PartFailed,
-                };
+                *expected_result =
+                    match is_interrupted || *expected_result == ExpectedResult::Interrupted {
+                        true => ExpectedResult::Interrupted,
+                        false => ExpectedResult::PartFailed,
+                    };
             }
         }
         if let Some(queue) = &mut self.queue {

@@ -6,12 +6,12 @@ pub mod config_space;
 pub mod fault_plan;
 pub mod host_completion;
 pub mod host_identify;
-pub mod kept_connection;
-pub mod kept_state;
+pub mod inflight_state;
 pub mod lease_client;
 pub mod lease_session;
-pub mod live_state;
 pub mod option_string;
+pub mod persisted_connection;
+pub mod persisted_state;
 pub mod registers;
 pub mod snapshot;
 mod talk;
@@ -53,12 +53,12 @@ pub const ALL: &[Target] = targets![
     fault_plan,
     host_completion,
     host_identify,
-    kept_connection,
-    kept_state,
+    inflight_state,
     lease_client,
     lease_session,
-    live_state,
     option_string,
+    persisted_connection,
+    persisted_state,
     registers,
     snapshot,
     translation,

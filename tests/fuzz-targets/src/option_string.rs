@@ -48,15 +48,15 @@ pub fn run(input: &[u8]) {
         Err(error) => check_error(&error),
     }
     match text.parse::<ServerFunctionOptions>() {
-        Ok(served) => {
-            assert!((1..=107).contains(&served.socket.as_os_str().as_bytes().len()));
-            assert!(served.mode.is_none_or(|mode| mode <= 0o777));
-            check(&served.function);
+        Ok(server_options) => {
+            assert!((1..=107).contains(&server_options.socket.as_os_str().as_bytes().len()));
+            assert!(server_options.mode.is_none_or(|mode| mode <= 0o777));
+            check(&server_options.function);
         }
         Err(error) => check_error(&error),
     }
     match text.parse::<ServerDriveOptions>() {
-        Ok(served) => check(&served.drive),
+        Ok(server_options) => check(&server_options.drive),
         Err(error) => check_error(&error),
     }
     if let Err(error) = text.parse::<RateChange>() {

@@ -83,7 +83,7 @@ pub(crate) fn send_lines(stream: &UnixStream, input: &[u8]) {
 
 /// Reads until the other side disconnects.
 pub(crate) fn listen(mut stream: &UnixStream) {
-    let mut heard = Vec::new();
-    let _ = stream.read_to_end(&mut heard);
+    let mut replies = Vec::new();
+    let _ = stream.read_to_end(&mut replies);
     let _ = stream.flush();
 }

@@ -144,7 +144,7 @@ impl Lane {
             blocks: drive.blocks(),
             previous_data: nvme_lease::PreviousDataPolicy::Kept,
         };
-        let attachment = LocalBackend::new(LocalBackendConfig {
+        let local_backend = LocalBackend::new(LocalBackendConfig {
             drive: drive.clone(),
             lease: ledger.acquire(&request).expect("a lease"),
             queue_pairs: 1,
@@ -163,9 +163,9 @@ impl Lane {
         })
         .expect("an attachment");
         let rings = file(4 * PAGE);
-        assert!(map(&attachment, &rings, RINGS, 4, (true, true)));
+        assert!(map(&local_backend, &rings, RINGS, 4, (true, true)));
         Self {
-            local_backend: attachment,
+            local_backend,
             rings,
             shadow: None,
             tail: 0,
@@ -244,8 +244,8 @@ impl Lane {
 }
 
 /// Returns the number of completed commands.
-fn completed_count(attachment: &LocalBackend) -> u64 {
-    let stats = attachment.stats();
+fn completed_count(local_backend: &LocalBackend) -> u64 {
+    let stats = local_backend.stats();
     stats.queues.first().map_or(0, |queue| queue.commands)
 }
 
@@ -281,10 +281,10 @@ impl Fixture {
         let mut neighbours = [lane("below", at(0)), lane("above", at(2))];
         let neighbours_memory = file(2 * EDGE);
         for (neighbour, index) in neighbours.iter_mut().zip(0..) {
-            let attachment = &neighbour.local_backend;
+            let local_backend = &neighbour.local_backend;
             // The neighbour's memory is at addresses that inputs use for the guest's memory, too.
             assert!(map(
-                attachment,
+                local_backend,
                 &neighbours_memory,
                 0,
                 2 * EDGE / PAGE,
@@ -336,8 +336,8 @@ impl Fixture {
             assert_eq!(status, 0, "another guest's blocks became unreadable");
             // The head follows the tail, so the neighbour's completion queue never becomes full.
             let head = neighbour.tail;
-            let attachment = &neighbour.local_backend;
-            attachment.ring_doorbell(Doorbell::CqHead(QUEUE), head);
+            let local_backend = &neighbour.local_backend;
+            local_backend.ring_doorbell(Doorbell::CqHead(QUEUE), head);
             if head == 0 {
                 neighbour.end();
                 neighbour.begin();
@@ -397,17 +397,17 @@ fn file(len: u64) -> File {
 
 /// Maps the start of a file for the guest. Returns false if the address is in use.
 fn map(
-    attachment: &LocalBackend,
+    local_backend: &LocalBackend,
     file: &File,
     gpa: u64,
     pages: u64,
     (readable, writable): (bool, bool),
 ) -> bool {
-    map_part(attachment, file, (gpa, pages), 0, (readable, writable))
+    map_part(local_backend, file, (gpa, pages), 0, (readable, writable))
 }
 
 fn map_part(
-    attachment: &LocalBackend,
+    local_backend: &LocalBackend,
     file: &File,
     (gpa, pages): (u64, u64),
     offset: u64,
@@ -421,7 +421,7 @@ fn map_part(
         readable,
         writable,
     };
-    attachment.window().map(region).is_ok()
+    local_backend.window().map(region).is_ok()
 }
 
 /// Returns a Delete for the key of a Store.
@@ -520,8 +520,8 @@ pub fn run(input: &[u8]) {
             let access = input.byte();
             let access = (access & 1 == 0, access & 2 == 0);
             let offset = index * REGION_PAGES * PAGE;
-            let attachment = &fixture.guest.local_backend;
-            if map_part(attachment, &fixture.memory, (gpa, pages), offset, access) {
+            let local_backend = &fixture.guest.local_backend;
+            if map_part(local_backend, &fixture.memory, (gpa, pages), offset, access) {
                 mapped.push((gpa, pages, offset, access.1));
             }
         }

@@ -21,7 +21,7 @@ fn main() -> ExitCode {
 }
 
 /// Returns the directory that contains the fuzz programs and the corpora.
-fn folder() -> PathBuf {
+fn corpus_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz")
 }
 
@@ -30,7 +30,7 @@ fn complete() -> Result<(), Failed> {
     let targets: BTreeSet<_> = ALL.iter().map(|target| target.name.to_owned()).collect();
     for what in ["fuzz_targets", "corpus"] {
         let mut names = BTreeSet::new();
-        for entry in fs::read_dir(folder().join(what))? {
+        for entry in fs::read_dir(corpus_dir().join(what))? {
             let path = entry?.path();
             let name = path.file_stem().unwrap_or_default();
             names.insert(name.to_string_lossy().into_owned());
@@ -45,7 +45,7 @@ fn complete() -> Result<(), Failed> {
 /// Runs the target with all inputs of its corpus. The test fails if a run panics.
 fn run(target: &Target) -> Result<(), Failed> {
     let mut inputs = 0;
-    for entry in fs::read_dir(folder().join("corpus").join(target.name))? {
+    for entry in fs::read_dir(corpus_dir().join("corpus").join(target.name))? {
         let path = entry?.path();
         eprintln!("{}", path.display());
         (target.run)(&fs::read(path)?);

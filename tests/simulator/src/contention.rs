@@ -103,9 +103,9 @@ impl Client {
             queue_pairs: queues,
             ..config(drive, lease, DoorbellMode::Trap, "shared:event", pollers)
         };
-        let attachment = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
-        let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
-        let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
+        let local_backend = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
+        let local_backend = local_backend.unwrap_or_else(|error| panic!("no attachment: {error}"));
+        let function = NvmeFunction::new(Arc::new(local_backend), MsixMasking::Client);
         let memory = GuestMemory::new(&[(LOW, LOW_LEN)]).unwrap_or_else(|error| panic!("{error}"));
         for region in memory.regions() {
             map(&function, &memory, &region);
@@ -473,11 +473,11 @@ pub(crate) fn run_attackers(less: OmittedParts, rng: &mut Rng) {
     acted();
     let _ended = kernel.join();
     charge_lines(false);
-    let [(quiet, quiet_max), (_, first), (beside, beside_max)] =
+    let [(quiet, quiet_max), (_, first), (contended, beside_max)] =
         [0, 1, 2].map(|phase| phases[phase].longest());
     assert!(
-        beside <= 2 * quiet + QUANTUM,
-        "{attack:?}: p99.9 is {beside:?} ({beside_max:?} at most) beside the attacker, and {quiet:?} ({quiet_max:?}) beside a quiet guest"
+        contended <= 2 * quiet + QUANTUM,
+        "{attack:?}: p99.9 is {contended:?} ({beside_max:?} at most) beside the attacker, and {quiet:?} ({quiet_max:?}) beside a quiet guest"
     );
     assert!(
         first <= LONGEST,

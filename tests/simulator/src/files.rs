@@ -427,7 +427,7 @@ impl TenantLife {
     fn new(known: &Arc<Mutex<ExpectedBlocks>>, rounds: u64, rng: &mut Rng) -> Self {
         let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
         let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
-        let (kept, pairs) = VmmParts::new(&memory, rng);
+        let (parts, pairs) = VmmParts::new(&memory, rng);
         let shared = Arc::new(GuestState::default());
         let conditions = Conditions {
             rounds,
@@ -450,7 +450,7 @@ impl TenantLife {
         let seed = Rng::new(rng.next_u64());
         let guest = Guest::new(work, Persona::FreeBsd, conditions, seed, machine);
         Self {
-            function: kept,
+            function: parts,
             expected: known.clone(),
             shared,
             failures: disk::failures(),
@@ -482,7 +482,7 @@ impl TenantLife {
 }
 
 /// Runs a server until it is killed.
-fn serve(kept: &[Arc<VmmParts>], life: u64) {
+fn serve(parts: &[Arc<VmmParts>], life: u64) {
     let path = Path::new("/drive");
     let controller = SoftwareController::open_file(path, 9);
     let controller = controller.unwrap_or_else(|error| panic!("the file does not open: {error}"));
@@ -490,11 +490,11 @@ fn serve(kept: &[Arc<VmmParts>], life: u64) {
     let drive = Drive::new("simulated", controller, None).expect("a namespace");
     let ledger = Ledger::open(STATE.as_ref());
     let mut attachments = Vec::new();
-    for (number, kept) in kept.iter().enumerate() {
+    for (number, parts) in parts.iter().enumerate() {
         let range = ByteRange::new(number as u64 * SHARE, SHARE).expect("a range");
         let id = format!("guest-{number}");
-        let attachment = open_local_backend(kept, &drive, &ledger, &id, range, life);
-        attachments.push(attachment);
+        let local_backend = open_local_backend(parts, &drive, &ledger, &id, range, life);
+        attachments.push(local_backend);
     }
     sleep_forever();
 }
@@ -522,18 +522,18 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
             .iter()
             .map(|known| TenantLife::new(known, rounds, rng))
             .collect();
-        let kept: Vec<_> = seats.iter().map(|seat| seat.function.clone()).collect();
+        let parts_of_all: Vec<_> = seats.iter().map(|vmm| vmm.function.clone()).collect();
         let start = |life: u64| {
-            let kept = kept.clone();
-            engine.start_process("server", move || serve(&kept, life))
+            let parts_of_all = parts_of_all.clone();
+            engine.start_process("server", move || serve(&parts_of_all, life))
         };
         let mut server = start(0);
-        while !kept.iter().all(|kept| kept.is_served()) {
+        while !parts_of_all.iter().all(|parts| parts.is_served()) {
             clock::sleep(Duration::from_micros(50));
         }
         let guests: Vec<Process> = seats
             .iter_mut()
-            .filter_map(|seat| seat.start(engine))
+            .filter_map(|vmm| vmm.start(engine))
             .collect();
         for life in 1..=rng.below(8) {
             let bits = 10 + rng.below(14);

@@ -89,13 +89,16 @@ impl StalledGuest {
         let persona = patient_persona(rng);
         let doorbells = persona.doorbells();
         let config = config(&drive, lease, doorbells, policy(doorbells, rng), pollers);
-        let attachment = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
-        let attachment =
-            Arc::new(attachment.unwrap_or_else(|error| panic!("no attachment: {error}")));
-        let weak = Arc::downgrade(&attachment);
+        let local_backend = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
+        let local_backend =
+            Arc::new(local_backend.unwrap_or_else(|error| panic!("no attachment: {error}")));
+        let weak = Arc::downgrade(&local_backend);
         let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
         let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
-        let (bar, interrupts) = plug(NvmeFunction::new(attachment, MsixMasking::Client), &memory);
+        let (bar, interrupts) = plug(
+            NvmeFunction::new(local_backend, MsixMasking::Client),
+            &memory,
+        );
         let shared = Arc::new(GuestState::default());
         shared.plugged.store(true, Ordering::Relaxed);
         let conditions = Conditions {
@@ -117,8 +120,8 @@ impl StalledGuest {
         let seed = Rng::new(rng.next_u64());
         let mut guest = Guest::new(files::Tenant::plain(0), persona, conditions, seed, machine);
         // The guest continues to send commands as long as the disk may freeze.
-        let trouble = Arc::new(GuestState::default());
-        guest = guest.with_load(Load::Usual, vec![trouble.clone()]);
+        let state = Arc::new(GuestState::default());
+        guest = guest.with_load(Load::Usual, vec![state.clone()]);
         if let Some(timeouts) = timeouts {
             guest = guest.with_timeouts(timeouts);
         }
@@ -127,7 +130,7 @@ impl StalledGuest {
             bar,
             local_backend: weak,
             shared,
-            companion: trouble,
+            companion: state,
         }
     }
 }
@@ -157,7 +160,7 @@ fn pause_functions(
     let ask = |place: &usize| {
         let (answer, result) = sync_channel(1);
         let function = functions[*place].clone();
-        let rest = move || {
+        let quiesce = move || {
             let Some(bar) = function.upgrade() else {
                 return;
             };
@@ -165,8 +168,8 @@ fn pause_functions(
             let answered = match function.pause_with_timeout(left()) {
                 Err(error) => answer.send(Err(error.to_string())),
                 Ok(()) => {
-                    let (goes_on, end) = channel();
-                    let answered = answer.send(Ok(PausedFunction { _resume: goes_on }));
+                    let (running, end) = channel();
+                    let answered = answer.send(Ok(PausedFunction { _resume: running }));
                     let _: Result<(), _> = end.recv();
                     function.resume();
                     answered
@@ -175,16 +178,16 @@ fn pause_functions(
             // Fails if the caller has stopped waiting.
             drop(answered);
         };
-        start_thread("rest", rest).expect("an actor");
+        start_thread("rest", quiesce).expect("an actor");
         result
     };
-    let asked: Vec<Receiver<Result<PausedFunction, String>>> = places.iter().map(ask).collect();
+    let answers: Vec<Receiver<Result<PausedFunction, String>>> = places.iter().map(ask).collect();
     let wait = |result: Receiver<Result<PausedFunction, String>>| match result.recv_timeout(left())
     {
         Ok(result) => result,
         Err(error) => Err(format!("{error:?}")),
     };
-    asked.into_iter().map(wait).collect()
+    answers.into_iter().map(wait).collect()
 }
 
 /// Performs an upgrade up to the hand-over, and checks its refusal.
@@ -199,17 +202,17 @@ fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<LocalBackend>, until: Du
     };
     let judge = is_refused();
     if let Some(frozen) = frozen.upgrade() {
-        let rests = frozen.quiesce_once(CHECK);
-        judge(rests.is_err());
+        let is_quiesced = frozen.quiesce_once(CHECK);
+        judge(is_quiesced.is_err());
     }
     // The server decides by the check above, so a disk that freezes from here on does not matter.
     let judge = is_refused();
     match pause_all(functions.len(), |places, time| {
         pause_functions(functions, places, time)
     }) {
-        Ok(resting) => {
+        Ok(paused) => {
             judge(false);
-            drop(resting);
+            drop(paused);
         }
         Err((place, reason)) => {
             assert_eq!(place, 0, "a function whose drive works: {reason}");
@@ -221,7 +224,7 @@ fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<LocalBackend>, until: Du
 /// Freezes the disk several times.
 fn freeze(
     functions: &[Weak<InProcess>],
-    attachment: &Weak<LocalBackend>,
+    local_backend: &Weak<LocalBackend>,
     upgrades: bool,
     mut rng: Rng,
 ) {
@@ -235,7 +238,7 @@ fn freeze(
         while clock::monotonic() < until {
             if upgrades {
                 sleep_randomly(&mut rng);
-                upgrade(functions, attachment, until);
+                upgrade(functions, local_backend, until);
             }
             let left = until.saturating_sub(clock::monotonic());
             clock::sleep(left.min(Duration::from_secs(1 + rng.below(20))));
@@ -250,11 +253,15 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     if rng.below(2) == 0 {
         pollers.start_watchdog().expect("an actor");
     }
-    let calm = OmittedParts {
+    let without_changes = OmittedParts {
         no_trouble: true,
         ..less
     };
-    disk::format(files::SHARE, files::random_disk_parameters(calm, rng), 0);
+    disk::format(
+        files::SHARE,
+        files::random_disk_parameters(without_changes, rng),
+        0,
+    );
     let is_over = Arc::new(AtomicBool::new(false));
     let flag = is_over.clone();
     let kernel = start_thread("kernel", move || disk::run(&flag)).expect("an actor");
@@ -285,16 +292,16 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let StalledGuest {
         guest,
         bar,
-        local_backend: attachment,
+        local_backend,
         shared: _,
-        companion: trouble,
+        companion: state,
     } = frozen;
     let freeze_rng = Rng::new(rng.next_u64());
     let work = move || {
         if !less.no_trouble {
-            freeze(&functions, &attachment, upgrades, freeze_rng);
+            freeze(&functions, &local_backend, upgrades, freeze_rng);
         }
-        trouble.ended.store(true, Ordering::Relaxed);
+        state.ended.store(true, Ordering::Relaxed);
     };
     actors.push(start_thread("trouble", work).expect("an actor"));
     let guest = move || guest.run(bar);

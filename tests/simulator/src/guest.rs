@@ -709,7 +709,7 @@ impl<W: Work> Guest<W> {
             return Err(command);
         }
         self.work.begin(&mut command, began);
-        let flight = GuestCommand {
+        let inflight_command = GuestCommand {
             command,
             opcode: sqe.opcode(),
             began,
@@ -720,7 +720,7 @@ impl<W: Work> Guest<W> {
             aborted: false,
             forced_unmaps: rude,
         };
-        self.queues[index].inflight.insert(cid, flight);
+        self.queues[index].inflight.insert(cid, inflight_command);
         Ok(())
     }
 
@@ -859,63 +859,63 @@ impl<W: Work> Guest<W> {
         let queue = &mut self.queues[index];
         let id = queue.pair.sq.id();
         assert_eq!(cqe.sq_id(), id, "a completion of another queue: {cqe:?}");
-        let flight = queue.inflight.remove(&cqe.cid());
-        let flight = flight.unwrap_or_else(|| panic!("queue {id}: nobody waits for {cqe:?}"));
-        let is_taken = flight.slot.high
-            && self.shared.forced_unmaps.load(Ordering::Relaxed) != flight.forced_unmaps;
+        let command = queue.inflight.remove(&cqe.cid());
+        let command = command.unwrap_or_else(|| panic!("queue {id}: nobody waits for {cqe:?}"));
+        let is_taken = command.slot.high
+            && self.shared.forced_unmaps.load(Ordering::Relaxed) != command.forced_unmaps;
         let is_gone = self.shared.may_be_gone.load(Ordering::Relaxed);
-        let is_excused = self.conditions.may_fail || flight.aborted || is_taken || is_gone;
-        self.end_command(flight, Some(cqe), is_excused);
+        let is_excused = self.conditions.may_fail || command.aborted || is_taken || is_gone;
+        self.end_command(command, Some(cqe), is_excused);
     }
 
     /// Ends a command that has completed, or whose queue was lost.
     fn end_command(
         &mut self,
-        flight: GuestCommand<W::Command>,
+        command: GuestCommand<W::Command>,
         cqe: Option<Cqe>,
         is_excused: bool,
     ) {
         let now = clock::monotonic();
         if let Some(longest) = self.max_latency {
-            let took = now - flight.began;
+            let took = now - command.began;
             assert!(
                 took <= longest,
                 "{:?}: opcode {:#x} took {took:?}, which is longer than {longest:?}",
                 self.persona,
-                flight.opcode
+                command.opcode
             );
         }
-        let (buffer, start) = self.buffer(flight.slot);
+        let (buffer, start) = self.buffer(command.slot);
         let bytes = buffer.to_vec(start, BUFFER);
-        let transfer = flight.offset..flight.offset + flight.len;
+        let transfer = command.offset..command.offset + command.len;
         let strays = |at: &usize| !transfer.contains(at) && bytes[*at] != CANARY;
         if let Some(at) = (0..BUFFER).find(strays) {
             panic!(
                 "{:?}: byte {at} beside the transfer {transfer:?} of opcode {:#x} was written",
-                self.persona, flight.opcode
+                self.persona, command.opcode
             );
         }
         let end = CommandEnd {
-            began: flight.began,
+            began: command.began,
             now,
             cqe,
             is_excused,
             data: &bytes[transfer],
         };
-        self.work.end(flight.command, &end);
-        self.free(flight.slot);
+        self.work.end(command.command, &end);
+        self.free(command.slot);
     }
 
     /// Ends the commands of deleted queues: each has taken effect already, or never will. From now on, the test checks that
     /// nothing writes to the commands' memory.
     fn end_queue_commands(&mut self, queues: Vec<Queue<W::Command>>) {
         let mut slots = Vec::new();
-        for flight in queues
+        for command in queues
             .into_iter()
             .flat_map(|queue| queue.inflight.into_values())
         {
-            let slot = flight.slot;
-            self.end_command(flight, None, true);
+            let slot = command.slot;
+            self.end_command(command, None, true);
             let (buffer, start) = self.buffer(slot);
             buffer.write(start, &[CANARY; BUFFER]);
             slots.push(slot);
@@ -943,16 +943,16 @@ impl<W: Work> Guest<W> {
             reset();
             clock::sleep(FUNCTION_RESET_TIME);
             // Until the controller is ready again, the host may still have commands that use the guest's memory.
-            let mut looks = 0;
+            let mut polls = 0;
             loop {
                 let csts = controller.status();
                 let csts = csts.unwrap_or_else(|error| panic!("the function was reset: {error}"));
                 if csts & CSTS_READY == 0 {
                     break;
                 }
-                looks += 1;
+                polls += 1;
                 assert!(
-                    looks < READY_POLLS,
+                    polls < READY_POLLS,
                     "{:?}: the controller is ready after a reset of its function",
                     self.persona
                 );
@@ -1006,8 +1006,8 @@ impl<W: Work> Guest<W> {
             self.queues.push(queue);
             return self.recover_from_admin_failure(controller, count, &error);
         }
-        for flight in queue.inflight.values_mut() {
-            flight.aborted = true;
+        for command in queue.inflight.values_mut() {
+            command.aborted = true;
         }
         self.queues.push(queue);
         let last = self.queues.len() - 1;
@@ -1024,10 +1024,10 @@ impl<W: Work> Guest<W> {
 
     fn abort(&mut self, controller: &mut Controller, index: usize) {
         let queue = &mut self.queues[index];
-        let Some((&cid, flight)) = queue.inflight.iter_mut().next() else {
+        let Some((&cid, command)) = queue.inflight.iter_mut().next() else {
             return;
         };
-        flight.aborted = true;
+        command.aborted = true;
         let sqe = Sqe::abort(queue.pair.sq.id(), cid);
         debug_assert_eq!(sqe.opcode(), admin::ABORT);
         let aborted = controller.admin_raw(sqe);

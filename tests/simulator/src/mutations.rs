@@ -122,10 +122,10 @@ pub(crate) fn run(filter: &str, first: bool) -> Result<bool, MutationError> {
     let mut found = Vec::new();
     for mutation in tried {
         let file = copy.join(&mutation.file);
-        let sound = read(&file)?;
-        write(&file, &mutation.apply(&sound)?)?;
+        let original = read(&file)?;
+        write(&file, &mutation.apply(&original)?)?;
         let result = simulate(&copy, mutation, first);
-        write(&file, &sound)?;
+        write(&file, &original)?;
         let result = result?;
         println!("{:<52} {}", result.name, result.seeds);
         found.push(result);
@@ -198,7 +198,7 @@ fn copy_sources(workspace: &Path, copy: &Path) -> Result<(), MutationError> {
             continue;
         };
         // An unchanged file must keep its modification time, so that Cargo does not build it again.
-        if fs::read(&to).is_ok_and(|there| there == bytes) {
+        if fs::read(&to).is_ok_and(|existing| existing == bytes) {
             continue;
         }
         create_parent_dir(&to)?;
@@ -209,9 +209,9 @@ fn copy_sources(workspace: &Path, copy: &Path) -> Result<(), MutationError> {
 
 /// Creates the directory of a file.
 fn create_parent_dir(file: &Path) -> Result<(), MutationError> {
-    let folder = file.parent().unwrap_or(file);
-    fs::create_dir_all(folder).map_err(|source| MutationError::File {
-        path: folder.to_owned(),
+    let dir = file.parent().unwrap_or(file);
+    fs::create_dir_all(dir).map_err(|source| MutationError::File {
+        path: dir.to_owned(),
         source,
     })
 }

@@ -106,7 +106,7 @@ impl VmmParts {
             });
             rings.push((id, entries, sq, cq));
         }
-        let kept = Arc::new(VmmParts {
+        let parts = Arc::new(VmmParts {
             memory: memory.clone(),
             doorbells,
             inflight: InflightFile::new(QUEUE_PAIRS).expect("memory"),
@@ -115,7 +115,7 @@ impl VmmParts {
             spare_descriptors: Mutex::default(),
             is_served: AtomicBool::new(false),
         });
-        let bar: Arc<dyn Bar> = Arc::new(VmmBar(kept.clone()));
+        let bar: Arc<dyn Bar> = Arc::new(VmmBar(parts.clone()));
         let pairs = rings
             .into_iter()
             .map(|(id, entries, sq, cq)| {
@@ -128,7 +128,7 @@ impl VmmParts {
                 QueuePair::new(sq, cq)
             })
             .collect();
-        (kept, pairs)
+        (parts, pairs)
     }
 
     /// Returns whether a server serves the function.
@@ -146,7 +146,7 @@ impl VmmParts {
     pub(crate) fn has_write_errors(&self) -> bool {
         self.inflight
             .write_errors()
-            .is_some_and(|losses| losses.is_set())
+            .is_some_and(|write_errors| write_errors.is_set())
     }
 
     fn spare_descriptors(&self) -> MutexGuard<'_, Vec<OwnedFd>> {
@@ -214,10 +214,10 @@ impl World {
         range: ByteRange,
         rng: &mut Rng,
     ) -> (Self, Vec<QueuePair>) {
-        let (kept, pairs) = VmmParts::new(memory, rng);
+        let (parts, pairs) = VmmParts::new(memory, rng);
         (
             Self {
-                function: kept,
+                function: parts,
                 open,
                 range,
             },
@@ -234,26 +234,26 @@ impl World {
     ) {
         let engine = Engine::of_thread().expect("a scheduler");
         let Self {
-            function: kept,
+            function: parts,
             open,
             range,
         } = self;
         let serve = |life: u64| {
-            let (kept, open) = (kept.clone(), open.clone());
-            engine.start_process("server", move || serve(&kept, &open, range, life))
+            let (parts, open) = (parts.clone(), open.clone());
+            engine.start_process("server", move || serve(&parts, &open, range, life))
         };
         let mut server = serve(0);
         // The guest starts once a server serves its function.
-        while !kept.is_served.load(Ordering::Relaxed) {
+        while !parts.is_served.load(Ordering::Relaxed) {
             clock::sleep(Duration::from_micros(10));
         }
         let guest = start_thread("guest", move || guest.run_on(pairs)).expect("an actor");
         for life in 1..=1 + rng.below(12) {
             let bits = 8 + rng.below(14);
             clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
-            kept.is_served.store(false, Ordering::Relaxed);
+            parts.is_served.store(false, Ordering::Relaxed);
             engine.kill(server);
-            kept.wakers().clear();
+            parts.wakers().clear();
             server = serve(life);
         }
         let _ended = guest.join();
@@ -262,10 +262,10 @@ impl World {
 }
 
 /// Runs a server until it is killed.
-fn serve(kept: &Arc<VmmParts>, open: &Open, range: ByteRange, life: u64) {
+fn serve(parts: &Arc<VmmParts>, open: &Open, range: ByteRange, life: u64) {
     let drive = Drive::new("simulated", open(), None).expect("a namespace");
     let ledger = Ledger::in_process();
-    let _attachment = open_local_backend(kept, &drive, &ledger, "guest", range, life);
+    let _attachment = open_local_backend(parts, &drive, &ledger, "guest", range, life);
     sleep_forever();
 }
 
@@ -278,7 +278,7 @@ pub(crate) fn sleep_forever() -> ! {
 
 /// Serves a function, whose queues were created before the first server.
 pub(crate) fn open_local_backend(
-    kept: &Arc<VmmParts>,
+    vmm_parts: &Arc<VmmParts>,
     drive: &Arc<Drive>,
     ledger: &Ledger,
     id: &str,
@@ -297,8 +297,8 @@ pub(crate) fn open_local_backend(
     let share = |fd: std::os::fd::BorrowedFd<'_>| fd.try_clone_to_owned().expect("descriptors");
     let parts = SharedBackendPartsSource::Persisted(
         PersistedBackendParts {
-            doorbells: share(kept.doorbells.fd()),
-            inflight: share(kept.inflight.fd()),
+            doorbells: share(vmm_parts.doorbells.fd()),
+            inflight: share(vmm_parts.inflight.fd()),
             events: EventFd::new(0).expect("descriptors"),
         },
         EventReader::Trusted,
@@ -311,14 +311,14 @@ pub(crate) fn open_local_backend(
         "dedicated",
         &PollerPool::new(),
     );
-    let attachment = LocalBackend::with_spares(config, parts, Some(kept.clone()))
+    let local_backend = LocalBackend::with_spares(config, parts, Some(vmm_parts.clone()))
         .unwrap_or_else(|error| panic!("no attachment: {error}"));
-    for region in kept.memory.regions() {
+    for region in vmm_parts.memory.regions() {
         for piece in region.pieces() {
-            let mapped = attachment.map(MemoryRegion {
+            let mapped = local_backend.map(MemoryRegion {
                 gpa: Gpa(piece.gpa),
                 len: piece.len,
-                fd: share(kept.memory.fd().as_fd()),
+                fd: share(vmm_parts.memory.fd().as_fd()),
                 offset: piece.fd_offset,
                 readable: true,
                 writable: true,
@@ -328,27 +328,27 @@ pub(crate) fn open_local_backend(
     }
     if life == 0 {
         // Only the first server sees a VMM that connects.
-        ControllerBackend::reset_connection(&attachment);
-        for cq in &kept.queues.cqs {
-            attachment
+        ControllerBackend::reset_connection(&local_backend);
+        for cq in &vmm_parts.queues.cqs {
+            local_backend
                 .create_cq(*cq)
                 .unwrap_or_else(|error| panic!("{error}"));
         }
-        for sq in &kept.queues.sqs {
-            attachment
+        for sq in &vmm_parts.queues.sqs {
+            local_backend
                 .create_sq(*sq)
                 .unwrap_or_else(|error| panic!("{error}"));
         }
     } else {
-        LifecycleBackend::restore_running(&attachment, &kept.queues)
+        LifecycleBackend::restore_running(&local_backend, &vmm_parts.queues)
             .unwrap_or_else(|error| panic!("life {life} takes nothing up: {error}"));
     }
-    let wakers = QueueBackend::io_doorbells(&attachment).wakers;
-    *kept.wakers() = wakers;
-    kept.is_served.store(true, Ordering::Relaxed);
+    let wakers = QueueBackend::io_doorbells(&local_backend).wakers;
+    *vmm_parts.wakers() = wakers;
+    vmm_parts.is_served.store(true, Ordering::Relaxed);
     // Doorbells may have been written before their wakers were registered, so all pollers are woken.
-    for (_, waker) in kept.wakers().iter() {
+    for (_, waker) in vmm_parts.wakers().iter() {
         let _full = eventfd::signal(waker.eventfd());
     }
-    attachment
+    local_backend
 }

@@ -273,9 +273,9 @@ impl Batch {
             .flat_map(BufRead::lines)
             .map_while(Result::ok)
         {
-            if let Some((TENANT_LINE, figures)) = line.split_once(' ') {
+            if let Some((TENANT_LINE, results_text)) = line.split_once(' ') {
                 let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
-                results.tenant_lines.push(figures.to_owned());
+                results.tenant_lines.push(results_text.to_owned());
                 continue;
             }
             let mut words = line.splitn(6, ' ');

@@ -240,14 +240,14 @@ impl Scenario {
             Self::Governor | Self::Endings => 4 + rng.below(16),
             _ => 16 + rng.below(48),
         };
-        let patience = match self {
+        let timeout = match self {
             Self::Failing | Self::Removal | Self::Endings => FAILURE_TIMEOUT,
             _ => Duration::from_secs(30),
         };
         Conditions {
             rounds: rounds.min(less.rounds.unwrap_or(u64::MAX)),
-            io_timeout: patience,
-            admin_timeout: patience,
+            io_timeout: timeout,
+            admin_timeout: timeout,
             may_fail: errors,
             may_be_slow: false,
             resets: if resets { 12 } else { 0 },
@@ -349,14 +349,14 @@ impl Host {
             return None;
         }
         let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::max_preemption);
-        let patience = PINNING_TIMEOUT + absence * PREEMPTIONS_MAX;
+        let timeout = PINNING_TIMEOUT + absence * PREEMPTIONS_MAX;
         let pinning = Pinning {
             rng,
             one_in,
-            times: patience * PINNING_TIMES.start..patience * PINNING_TIMES.end,
+            times: timeout * PINNING_TIMES.start..timeout * PINNING_TIMES.end,
         };
         self.model.as_ref()?.model_iommu().pin_slowly(pinning);
-        Some(patience)
+        Some(timeout)
     }
 
     /// Closes the drive after its guests have ended. If `is_judged` is true, checks the host's behaviour.
@@ -372,8 +372,8 @@ impl Host {
         } = self;
         drop((ledger, pollers, drive));
         if let Some(model) = model {
-            if is_judged && let Err(complaint) = model.check_host() {
-                panic!("{complaint}");
+            if is_judged && let Err(message) = model.check_host() {
+                panic!("{message}");
             }
             assert!(model.is_released(), "the drive was not given back");
             let mapped = nvme_mpt_tests::drive::ModelIommu::mapped_bytes(model.model_iommu());
@@ -423,9 +423,9 @@ impl Host {
             },
             ..config(&self.drive, lease, doorbells, policy, &self.pollers)
         };
-        let attachment = LocalBackend::with_parts(config, SharedBackendPartsSource::Own)
+        let local_backend = LocalBackend::with_parts(config, SharedBackendPartsSource::Own)
             .unwrap_or_else(|error| panic!("no attachment: {error}"));
-        NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
+        NvmeFunction::new(Arc::new(local_backend), MsixMasking::Client)
     }
 }
 
@@ -520,15 +520,15 @@ pub(crate) fn run(scenario: Scenario, number: u64, less: OmittedParts) {
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
     // One more lease is created, for the malicious guest.
     let host = Host::new(scenario, count + 1, PollerPool::new(), &mut rng);
-    let patience = host.pin_slowly(scenario, seed, less);
+    let timeout = host.pin_slowly(scenario, seed, less);
     let is_hostile = !less.no_trouble && rng.below(3) == 0;
     let guests: Vec<_> = (0..count)
         .map(|number| {
             let tenant = Tenant {
-                io_timeout: patience,
+                io_timeout: timeout,
                 // The VMM executes requests one at a time. Mappings of memory are such requests, so an admin command may
                 // have to wait for them.
-                admin_timeout: patience.map(|time| time * PINNING_TIMES.end * PINS_MAX),
+                admin_timeout: timeout.map(|time| time * PINNING_TIMES.end * PINS_MAX),
                 ..Tenant::new(number, any_persona(&mut rng))
             };
             start_guest(&host, scenario, less, tenant, &mut rng)
@@ -536,7 +536,7 @@ pub(crate) fn run(scenario: Scenario, number: u64, less: OmittedParts) {
         .collect();
     let liar = is_hostile.then(|| start_hostile_guest(&host, scenario, count, &mut rng));
     let is_troubled = scenario == Scenario::Failing && !less.no_trouble;
-    let trouble = is_troubled.then(|| {
+    let disturbance = is_troubled.then(|| {
         let model = host.model.clone().expect("a physical drive");
         let rng = Rng::new(rng.next_u64());
         start_thread("trouble", move || inject_faults(&model, rng)).expect("an actor")
@@ -547,8 +547,8 @@ pub(crate) fn run(scenario: Scenario, number: u64, less: OmittedParts) {
     if let Some(liar) = liar {
         let _ended = liar.join();
     }
-    if let Some(trouble) = trouble {
-        let _ended = trouble.join();
+    if let Some(disturbance) = disturbance {
+        let _ended = disturbance.join();
     }
     host.close(scenario != Scenario::Failing);
 }
@@ -587,9 +587,9 @@ pub(crate) fn run_alone<W: Work + 'static>(
     let doorbells = persona.doorbells();
     let policy = policy(doorbells, rng);
     let config = config(&drive, lease, doorbells, policy, &PollerPool::new());
-    let attachment = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
-    let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
-    let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
+    let local_backend = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
+    let local_backend = local_backend.unwrap_or_else(|error| panic!("no attachment: {error}"));
+    let function = NvmeFunction::new(Arc::new(local_backend), MsixMasking::Client);
     let (bar, interrupts) = plug(function, &memory);
     let shared = Arc::new(GuestState::default());
     shared.plugged.store(true, Ordering::Relaxed);
@@ -703,7 +703,7 @@ pub(crate) fn start_guest(
         shared,
         load,
         companions: company,
-        io_timeout: patience,
+        io_timeout: timeout,
         admin_timeout: admin_patience,
         may_fail: errors,
         max_latency: longest,
@@ -719,8 +719,8 @@ pub(crate) fn start_guest(
         .unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&bar);
     let buffers = buffers(&memory);
     let mut conditions = scenario.conditions(less, rng);
-    conditions.io_timeout = patience.unwrap_or(conditions.io_timeout);
-    let admin_patience = admin_patience.or(patience);
+    conditions.io_timeout = timeout.unwrap_or(conditions.io_timeout);
+    let admin_patience = admin_patience.or(timeout);
     conditions.admin_timeout = admin_patience.unwrap_or(conditions.admin_timeout);
     conditions.may_fail |= errors;
     let machine = Machine {
@@ -795,8 +795,11 @@ fn reset_function(bar: &InProcess) {
     let control = u64::from(capability) + DEVICE_CONTROL;
     let mut bytes = [byte(control), byte(control + 1)];
     bytes[1] |= INITIATE_RESET;
-    let moves = function.write_config(control, &bytes);
-    assert!(moves.is_empty(), "its BARs were decoded nowhere: {moves:?}");
+    let bar_moves = function.write_config(control, &bytes);
+    assert!(
+        bar_moves.is_empty(),
+        "its BARs were decoded nowhere: {bar_moves:?}"
+    );
 }
 
 /// Creates the vectors of a guest's machine.
@@ -858,14 +861,14 @@ pub(crate) fn pause_and_resume(
         let paused = bar.function().pause();
         paused.unwrap_or_else(|error| panic!("the function is not paused: {error}"));
         if is_first {
-            let look = || {
+            let read_state = || {
                 let mut bytes = vec![0; LOW_LEN as usize];
                 memory.read(LOW, &mut bytes).expect("memory");
                 bytes
             };
-            let before = look();
+            let before = read_state();
             sleep_randomly(&mut rng);
-            let after = look();
+            let after = read_state();
             // All bytes are compared together first: without optimization, the search for the position is slow.
             if after != before {
                 let differs = |(after, before)| after != before;

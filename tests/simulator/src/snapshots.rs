@@ -112,9 +112,9 @@ impl FunctionSlot {
                 &PollerPool::new(),
             )
         };
-        let attachment = LocalBackend::with_parts(config, SharedBackendPartsSource::Own)
+        let local_backend = LocalBackend::with_parts(config, SharedBackendPartsSource::Own)
             .unwrap_or_else(|error| panic!("no attachment: {error}"));
-        let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
+        let function = NvmeFunction::new(Arc::new(local_backend), MsixMasking::Client);
         if build.has_memory {
             map_all(&function, memory);
         }

@@ -386,9 +386,9 @@ impl World {
                 &self.pollers,
             )
         };
-        let attachment = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
-        let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
-        let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
+        let local_backend = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
+        let local_backend = local_backend.unwrap_or_else(|error| panic!("no attachment: {error}"));
+        let function = NvmeFunction::new(Arc::new(local_backend), MsixMasking::Client);
         let memory = GuestMemory::new(&[(LOW, LOW_LEN), (HIGH, HIGH_LEN)]);
         let memory = memory.unwrap_or_else(|error| panic!("{error}"));
         for region in memory.regions() {
@@ -661,7 +661,7 @@ fn measure(cell: Cell) -> CellResults {
     };
     TenantLatencies::measure(&mut client, ADAPTATION_TIMES[usize::from(!cell.is_quiet())]);
     let before = bytes.load(Ordering::Relaxed);
-    let beside = TenantLatencies::measure(&mut client, MEASURING_TIME);
+    let disturbed = TenantLatencies::measure(&mut client, MEASURING_TIME);
     let others = (bytes.load(Ordering::Relaxed) - before) as f64;
     is_over.store(true, Ordering::Relaxed);
     acted();
@@ -669,17 +669,17 @@ fn measure(cell: Cell) -> CellResults {
     drop(client);
     let world = Arc::try_unwrap(world).unwrap_or_else(|_| panic!("the neighbour has ended"));
     drop(world);
-    if let Err(complaint) = model.check_host() {
-        panic!("{complaint}");
+    if let Err(message) = model.check_host() {
+        panic!("{message}");
     }
     assert!(model.is_released(), "the drive was not given back");
     let mapped = ModelIommu::mapped_bytes(model.model_iommu());
     assert_eq!(mapped, 0, "memory stays mapped for the drive");
-    let own = (beside.times.len() * cell.tenant.bytes) as f64;
+    let own = (disturbed.times.len() * cell.tenant.bytes) as f64;
     CellResults {
-        rate: beside.rate() / alone.rate(),
-        p50: beside.percentile(50) / alone.percentile(50),
-        p99: beside.percentile(99) / alone.percentile(99),
+        rate: disturbed.rate() / alone.rate(),
+        p50: disturbed.percentile(50) / alone.percentile(50),
+        p99: disturbed.percentile(99) / alone.percentile(99),
         share: own / (own + others),
     }
 }
@@ -690,9 +690,9 @@ fn measure(cell: Cell) -> CellResults {
 /// The tenant's results are worse than the limits.
 pub(crate) fn run(seed: u64) {
     let cell = Cell::for_seed(seed);
-    let figures = measure(cell);
+    let results = measure(cell);
     let bounds = cell.bounds();
-    assert!(figures.meets(bounds), "{cell}: {figures}; {bounds}");
+    assert!(results.meets(bounds), "{cell}: {results}; {bounds}");
 }
 
 /// Returns the results of a seed's cell as a line, which [`table`] reads.
@@ -723,7 +723,7 @@ impl FromStr for CellResults {
 
 /// Returns a Markdown table of the lines that [`result_line`] returned.
 pub(crate) fn table(lines: &[String]) -> String {
-    let figures: BTreeMap<u64, CellResults> = lines
+    let results: BTreeMap<u64, CellResults> = lines
         .iter()
         .filter_map(|line| {
             let (seed, rest) = line.split_once(' ')?;
@@ -749,7 +749,7 @@ pub(crate) fn table(lines: &[String]) -> String {
             let cells: Vec<_> = cells
                 .map(|(pairs, order)| {
                     let seed = Cell::number([row, part, pairs, order]);
-                    let Some(found) = figures.get(&seed) else {
+                    let Some(found) = results.get(&seed) else {
                         return "-".to_owned();
                     };
                     let bounds = Cell::for_seed(seed).bounds();

@@ -533,8 +533,8 @@ impl DeviceBacking for ModelDrive {
         controller.clear_state();
         drop(controller);
         if self.check_on_release && !std::thread::panicking() {
-            if let Err(complaint) = self.check_host() {
-                panic!("{complaint}");
+            if let Err(message) = self.check_host() {
+                panic!("{message}");
             }
             assert!(
                 !left_enabled,

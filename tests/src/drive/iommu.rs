@@ -375,11 +375,11 @@ impl Iommu for ModelIommu {
         memory: &Mapping,
         part: Range<usize>,
         access: MappingAccess,
-        before: &mut BeforePinning<'_>,
+        before_pinning: &mut BeforePinning<'_>,
     ) -> io::Result<()> {
         for start in part.clone().step_by(PIECE) {
             let end = part.end.min(start + PIECE);
-            before(start..end)?;
+            before_pinning(start..end)?;
             let mut pinning = self
                 .pinning_hook
                 .lock()

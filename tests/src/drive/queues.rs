@@ -199,7 +199,7 @@ impl Controller {
         let Some([shadow, event_idx]) = self.shadow else {
             return;
         };
-        let asked = self.options.doorbell_buffer == DoorbellBufferUse::EventIdx;
+        let uses_event_idx = self.options.doorbell_buffer == DoorbellBufferUse::EventIdx;
         let sqs = self
             .sqs
             .iter()
@@ -213,13 +213,13 @@ impl Controller {
             let offset = self.doorbell_offset(id, head) as u64;
             // With the present value as EventIdx, the next value requests a register write. With the farthest value, none
             // does.
-            let ask = match asked {
+            let ask = match uses_event_idx {
                 true => value,
                 false => (value + entries / 2) % entries,
             };
             let stored = self.iommu.store32(event_idx + offset, ask);
             // The host may have rung the doorbell before it could see the new EventIdx, so the doorbell is read again.
-            if asked
+            if uses_event_idx
                 && stored.is_ok()
                 && let Ok(now) = self.iommu.load32(shadow + offset)
                 && now != value
@@ -306,12 +306,12 @@ impl Controller {
             // The turn continues behind the last served queue, even if the drive could not take commands in between.
             let (last, sqs) = (self.last_fetched, &self.sqs);
             let behind = sqs.range((Bound::Excluded(last), Bound::Unbounded));
-            let turns = behind.chain(sqs.range(..=last));
-            let ids: Vec<u16> = turns.map(|(&id, _)| id).collect();
+            let order = behind.chain(sqs.range(..=last));
+            let ids: Vec<u16> = order.map(|(&id, _)| id).collect();
             let mut more = false;
             for id in ids {
-                let room = id == 0 || self.can_fetch(now);
-                if room && !self.fatal && !self.hung && self.take_command(id, now) {
+                let can_run = id == 0 || self.can_fetch(now);
+                if can_run && !self.fatal && !self.hung && self.take_command(id, now) {
                     more = true;
                     // The admin queue is served without round robin.
                     if id != 0 {

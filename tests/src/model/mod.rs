@@ -125,13 +125,13 @@ impl Model {
         !possible.is_empty() && possible.iter().all(|c| *c == Content::Uncorrectable)
     }
 
-    /// Removes those possible contents of a block that `keep` rejects. Returns false if none is left.
-    fn narrow(&mut self, lba: u64, keep: impl Fn(Content) -> bool) -> bool {
+    /// Removes those possible contents of a block that `is_possible` rejects. Returns false if none is left.
+    fn narrow(&mut self, lba: u64, is_possible: impl Fn(Content) -> bool) -> bool {
         let mut possible = self.possible_contents(lba).clone();
         if possible.is_empty() {
             return true;
         }
-        possible.retain(|c| keep(*c));
+        possible.retain(|c| is_possible(*c));
         let some = !possible.is_empty();
         if some {
             self.touched.insert(lba, possible);

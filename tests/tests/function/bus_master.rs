@@ -13,8 +13,8 @@ const BUS_MASTER: u16 = 1 << 2;
 
 /// Writes the Command register.
 fn command(machine: &Machine, value: u16) {
-    let moves = machine.function().write_config(0x04, &value.to_le_bytes());
-    drop(moves);
+    let bar_moves = machine.function().write_config(0x04, &value.to_le_bytes());
+    drop(bar_moves);
 }
 
 /// Returns a command that accesses no memory except for its queue.
@@ -40,7 +40,7 @@ fn no_commands_without_bus_master_enable() {
             let read = disk.queue.submit(read).unwrap();
             disk.queue.ring();
             let queue = controller.admin_queue().unwrap();
-            let asked = queue.submit(number_of_queues()).unwrap();
+            let request = queue.submit(number_of_queues()).unwrap();
             queue.ring();
             // The neighbour's queue shows that the poller makes a round, and so does the function's thread.
             neighbour.verify(0, 8).unwrap();
@@ -57,7 +57,7 @@ fn no_commands_without_bus_master_enable() {
             let cqe = disk.queue.wait(read, HANG).unwrap();
             assert_eq!(cqe.status().code(), SUCCESS, "{mode:?}");
             let queue = controller.admin_queue().unwrap();
-            assert_eq!(queue.wait(asked, HANG).unwrap().status().code(), SUCCESS);
+            assert_eq!(queue.wait(request, HANG).unwrap().status().code(), SUCCESS);
             disk.verify(0, 8).unwrap();
         }
     }

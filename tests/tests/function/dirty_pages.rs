@@ -147,7 +147,7 @@ fn check_reads_are_reported(host: &Host, mode: DoorbellMode) {
 
     machine.function().backend().start_dirty_log().unwrap();
     let before = contents(&machine);
-    let mut told = Pages::new();
+    let mut reported = Pages::new();
     let take = || {
         let ranges = machine.function().backend().take_dirty_pages().unwrap();
         reported_pages(&ranges)
@@ -159,7 +159,7 @@ fn check_reads_are_reported(host: &Host, mode: DoorbellMode) {
         if rng.below(4) == 0 || waiting.len() > 40 {
             disk.queue.ring();
             if rng.below(2) == 0 {
-                told.extend(take());
+                reported.extend(take());
             }
             for cid in waiting.drain(..) {
                 let cqe = disk.queue.wait(cid, HANG).unwrap();
@@ -175,7 +175,7 @@ fn check_reads_are_reported(host: &Host, mode: DoorbellMode) {
     controller.admin(sqe.with_data(data.pointer)).unwrap();
 
     machine.function().pause().unwrap();
-    told.extend(take());
+    reported.extend(take());
     assert_eq!(take(), Pages::new(), "nobody writes any more");
     let after = contents(&machine);
     let changed: Pages = before
@@ -188,10 +188,10 @@ fn check_reads_are_reported(host: &Host, mode: DoorbellMode) {
     assert!(data.is_subset(&changed), "the reads did something");
     let missing: Vec<_> = changed
         .difference(&own)
-        .filter(|page| !told.contains(page))
+        .filter(|page| !reported.contains(page))
         .collect();
     assert!(missing.is_empty(), "{mode:?}: not told of {missing:x?}");
-    let invented: Vec<_> = told.difference(&writable).collect();
+    let invented: Vec<_> = reported.difference(&writable).collect();
     assert!(invented.is_empty(), "{mode:?}: nobody wrote {invented:x?}");
 
     // Repeat the reads with the log stopped.
@@ -223,8 +223,8 @@ fn writes_make_no_page_of_data_dirty() {
         let sqe = Sqe::write(1, round * 128, 128).with_data(prepared.pointer);
         disk.queue.execute(sqe, HANG).unwrap();
     }
-    let told = machine.function().backend().take_dirty_pages().unwrap();
-    let told = reported_pages(&told);
-    assert!(pages_of(&data).all(|page| !told.contains(&page)));
-    assert!(pages_of(disk.queue.cq.memory()).any(|page| told.contains(&page)));
+    let reported = machine.function().backend().take_dirty_pages().unwrap();
+    let reported = reported_pages(&reported);
+    assert!(pages_of(&data).all(|page| !reported.contains(&page)));
+    assert!(pages_of(disk.queue.cq.memory()).any(|page| reported.contains(&page)));
 }

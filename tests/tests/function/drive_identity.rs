@@ -108,9 +108,9 @@ fn a_loop_device_and_its_file_share_locks_with_any_ledger() {
             let error = ours(wants, at).unwrap_err();
             assert!(matches!(error, LocalBackendError::InUse { .. }), "{error}");
         }
-        let beside = [(file, 0), (whole, 2 * LEASE), (part, 2 * LEASE)];
-        let beside = beside.map(|(drive, at)| ours(drive, at).unwrap());
-        drop((held, beside));
+        let neighbours = [(file, 0), (whole, 2 * LEASE), (part, 2 * LEASE)];
+        let neighbours = neighbours.map(|(drive, at)| ours(drive, at).unwrap());
+        drop((held, neighbours));
     }
 }
 
@@ -167,8 +167,8 @@ fn a_file_is_used_past_the_page_cache_or_through_it() {
     };
     let held = ours(&path, 0).unwrap();
     refused(cached.path(), LEASE);
-    let beside = [ours(&path, LEASE), ours(direct.path(), 2 * LEASE)].map(Result::unwrap);
-    drop((held, beside));
+    let neighbours = [ours(&path, LEASE), ours(direct.path(), 2 * LEASE)].map(Result::unwrap);
+    drop((held, neighbours));
     let held = ours(cached.path(), 0).unwrap();
     refused(&path, LEASE);
     refused(direct.path(), LEASE);
@@ -213,22 +213,22 @@ fn a_file_of_a_subvolume_is_one_drive_by_every_mount() {
     if made.is_none() {
         return;
     }
-    let folders = [top.join("folder"), volume.join("folder")];
-    let inodes = folders.each_ref().map(|folder| {
-        std::fs::create_dir(folder).unwrap();
-        let file = std::fs::File::create(folder.join("drive.img")).unwrap();
+    let dirs = [top.join("folder"), volume.join("folder")];
+    let inodes = dirs.each_ref().map(|directory| {
+        std::fs::create_dir(directory).unwrap();
+        let file = std::fs::File::create(directory.join("drive.img")).unwrap();
         file.set_len(LEASE).unwrap();
         file.metadata().unwrap().ino()
     });
     assert_eq!(inodes[0], inodes[1], "each subvolume numbers its own");
     let options = ["-o", "loop,subvol=volume"];
-    mounts.add(&["--bind"], &folders[1], &bound).unwrap();
+    mounts.add(&["--bind"], &dirs[1], &bound).unwrap();
     mounts.add(&options, &image, &own).unwrap();
-    let identity = |folder: &Path| {
-        let drive = open(&folder.join("drive.img")).unwrap();
+    let identity = |directory: &Path| {
+        let drive = open(&directory.join("drive.img")).unwrap();
         drive.identity().name.to_owned()
     };
-    let [other, first] = folders.each_ref().map(|folder| identity(folder));
+    let [other, first] = dirs.each_ref().map(|directory| identity(directory));
     assert_ne!(other, first);
     assert_eq!(identity(&bound), first);
     assert_eq!(identity(&own.join("folder")), first);

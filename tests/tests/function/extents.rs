@@ -246,10 +246,10 @@ fn a_reset_begins_no_further_part() {
     queue.submit(write).unwrap();
     queue.ring();
     let drive = LayeredController::downcast(host.drive.controller()).unwrap();
-    let struck = || drive.faults().unwrap().stats()[0].struck;
-    wait_for("the first part", || struck() == 1);
+    let hit_count = || drive.faults().unwrap().stats()[0].struck;
+    wait_for("the first part", || hit_count() == 1);
     controller.reset().unwrap();
-    assert_eq!(struck(), 1, "the second part");
+    assert_eq!(hit_count(), 1, "the second part");
     let mut disk = crate::common::disk(&mut controller, 1);
     check_zeroes(&mut disk, BLOCKS, 4);
 }
@@ -290,8 +290,8 @@ fn a_lease_grows_under_its_guest() {
         // Data of a released lease, and of a lease in use.
         let stop = AtomicBool::new(false);
         {
-            let former = host.machine(&Setup::from_start(2 * UNIT));
-            fill(&mut former.disk().1);
+            let previous_machine = host.machine(&Setup::from_start(2 * UNIT));
+            fill(&mut previous_machine.disk().1);
         }
         host.ledger
             .decide_data("lease-0", PreviousDataPolicy::Wiped)
@@ -305,21 +305,21 @@ fn a_lease_grows_under_its_guest() {
         );
         // Unused space is allocated first.
         let machine = host.machine(&units(1));
-        let attachment = host.latest_backend.lock().unwrap().upgrade().unwrap();
-        assert_eq!(attachment.lease().extents().to_string(), "2M+1M");
+        let local_backend = host.latest_backend.lock().unwrap().upgrade().unwrap();
+        assert_eq!(local_backend.lease().extents().to_string(), "2M+1M");
         let (mut controller, mut disk) = listening(&machine);
         fill(&mut disk);
         let beyond = Sqe::read(1, BLOCKS, 1);
         assert_eq!(status(&mut disk.queue, beyond), LBA_OUT_OF_RANGE);
 
-        let error = attachment.grow(7 * UNIT, &stop).unwrap_err();
+        let error = local_backend.grow(7 * UNIT, &stop).unwrap_err();
         assert!(
             matches!(&error, GrowError::Lease(LeaseError::NoCapacity { .. })),
             "{error}"
         );
         assert_eq!(status(&mut disk.queue, beyond), LBA_OUT_OF_RANGE);
 
-        attachment.grow(5 * UNIT, &stop).unwrap();
+        local_backend.grow(5 * UNIT, &stop).unwrap();
         expect_namespace_event(&mut controller);
         // The existing queue can access the new blocks, across the borders of extents.
         check(&mut disk, 0, BLOCKS);
@@ -339,8 +339,8 @@ fn a_lease_grows_under_its_guest() {
             check(queue, 4 * BLOCKS - 3, 90);
         }
         // The lease has this size already.
-        attachment.grow(5 * UNIT, &stop).unwrap();
-        let error = attachment.grow(4 * UNIT, &stop).unwrap_err();
+        local_backend.grow(5 * UNIT, &stop).unwrap();
+        let error = local_backend.grow(4 * UNIT, &stop).unwrap_err();
         assert!(error.to_string().contains("--truncate"), "{error}");
         bystander.finish();
     }
@@ -352,16 +352,16 @@ fn failed_growth_keeps_the_old_size_and_can_be_repeated() {
     file.as_file().set_len(DRIVE).unwrap();
     let host = Host::of_file(file.path(), 512);
     drop(host.lease_ranges([(4 * UNIT, DRIVE - 4 * UNIT)]));
-    let former = format!("at-{}", 4 * UNIT);
+    let previous_id = format!("at-{}", 4 * UNIT);
     host.ledger
-        .decide_data(&former, PreviousDataPolicy::Wiped)
+        .decide_data(&previous_id, PreviousDataPolicy::Wiped)
         .unwrap();
     let machine = host.machine(&units(1));
-    let attachment = host.latest_backend.lock().unwrap().upgrade().unwrap();
+    let local_backend = host.latest_backend.lock().unwrap().upgrade().unwrap();
     let (mut controller, mut disk) = listening(&machine);
     fill(&mut disk);
     let beyond = Sqe::read(1, BLOCKS, 1);
-    let grow = |units, stop| attachment.grow(units * UNIT, &AtomicBool::new(stop));
+    let grow = |units, stop| local_backend.grow(units * UNIT, &AtomicBool::new(stop));
 
     // Another process has locked part of the free space without a lease.
     let mut options = OpenOptions::new();
@@ -371,7 +371,7 @@ fn failed_growth_keeps_the_old_size_and_can_be_repeated() {
         .unwrap();
     let error = grow(4, false).unwrap_err();
     assert!(matches!(error, GrowError::Host { .. }), "{error}");
-    assert_eq!(attachment.lease().extents().length(), UNIT);
+    assert_eq!(local_backend.lease().extents().length(), UNIT);
     assert_eq!(status(&mut disk.queue, beyond), LBA_OUT_OF_RANGE);
     drop(lock);
     grow(4, false).unwrap();
@@ -387,7 +387,7 @@ fn failed_growth_keeps_the_old_size_and_can_be_repeated() {
     let error = grow(6, true).unwrap_err();
     assert!(matches!(error, GrowError::Wipe(_)), "{error}");
     assert_eq!(status(&mut disk.queue, beyond), LBA_OUT_OF_RANGE);
-    assert!(!attachment.lease().unwiped().is_empty());
+    assert!(!local_backend.lease().unwiped().is_empty());
     grow(6, false).unwrap();
     expect_namespace_event(&mut controller);
     for first in [4 * BLOCKS, 5 * BLOCKS] {
@@ -406,11 +406,11 @@ fn a_lease_of_zones_does_not_grow() {
     };
     let host = Host::from_drive(drives::open(&"memory:32M".parse().unwrap(), options).unwrap());
     let machine = host.machine(&units(4));
-    let attachment = host.latest_backend.lock().unwrap().upgrade().unwrap();
-    let error = attachment.grow(5 * UNIT, &AtomicBool::new(false));
+    let local_backend = host.latest_backend.lock().unwrap().upgrade().unwrap();
+    let error = local_backend.grow(5 * UNIT, &AtomicBool::new(false));
     assert!(matches!(error, Err(GrowError::FixedSize(_))), "{error:?}");
-    assert_eq!(attachment.lease().extents().to_string(), "0+4M");
-    drop((machine, attachment));
+    assert_eq!(local_backend.lease().extents().to_string(), "0+4M");
+    drop((machine, local_backend));
     // The failed growth did not affect the data state of the space.
     let others = host.lease_ranges([(4 * UNIT, UNIT)]);
     assert_eq!(others[0].unwiped(), []);

@@ -531,15 +531,15 @@ fn a_full_tmpfs() {
     let full = |result: nvme_mpt_tests::Result<()>| {
         assert_eq!(error_status(&result.unwrap_err()), Some(CAPACITY_EXCEEDED));
     };
-    let rest = |name| {
-        let mut rest = File::create_new(tmpfs.path().join(name)).unwrap();
-        std::io::copy(&mut std::io::repeat(1), &mut rest).unwrap_err();
+    let create_remainder = |name| {
+        let mut create_remainder = File::create_new(tmpfs.path().join(name)).unwrap();
+        std::io::copy(&mut std::io::repeat(1), &mut create_remainder).unwrap_err();
     };
     let blocks = 16;
     for block in 0..blocks {
         disk.write(block, &pattern(block, 4096)).unwrap();
     }
-    rest("rest");
+    create_remainder("rest");
     full(disk.write(blocks, &pattern(1, 4096)));
     full(disk.write(blocks - 1, &pattern(blocks - 1, 2 * 4096)));
     let zeroes = vec![0; 4096];
@@ -553,7 +553,7 @@ fn a_full_tmpfs() {
 
     // Another program punches out two pages, and uses up the memory.
     punch(&file, 0, 2 * 4096);
-    rest("more");
+    create_remainder("more");
     for _ in 0..2 {
         full(disk.write(0, &pattern(1, 4096)));
     }
@@ -591,17 +591,17 @@ fn a_wipe_erases_all_data_and_leaves_holes_out() {
     const FREE_SPACE: u64 = 4 * MIB;
     let setup = Setup::nth(0);
     let data = [0xA5; 4096];
-    for folder in [std::env::temp_dir(), "/dev/shm".into()] {
+    for dir in [std::env::temp_dir(), "/dev/shm".into()] {
         for lba_size in [512, 4096] {
-            let drive = tempfile::Builder::new().tempfile_in(&folder).unwrap();
+            let drive = tempfile::Builder::new().tempfile_in(&dir).unwrap();
             let file = drive.as_file();
             file.set_len(LEASE + 4096).unwrap();
             if !reserve_space(file, 8 << 20, FREE_SPACE as i64) {
                 not_checked("the file system has no room without data");
                 continue;
             }
-            let former = [0, 3 * MIB + 4096, LEASE - 4096];
-            for at in former.into_iter().chain([LEASE]) {
+            let stale_blocks = [0, 3 * MIB + 4096, LEASE - 4096];
+            for at in stale_blocks.into_iter().chain([LEASE]) {
                 file.write_all_at(&data, at).unwrap();
             }
             let host = Host::of_file(drive.path(), lba_size);
@@ -615,7 +615,7 @@ fn a_wipe_erases_all_data_and_leaves_holes_out() {
                 file.read_exact_at(&mut block, at).unwrap();
                 block
             };
-            for at in former {
+            for at in stale_blocks {
                 assert!(block(at) == [0; 4096], "data at {at}");
             }
             assert!(block(LEASE) == data, "the neighbour's data");

@@ -147,18 +147,18 @@ fn host(kind: &str) -> Host {
 fn attach(host: &Host, files: Files) -> Arc<LocalBackend> {
     let Files {
         memory,
-        inflight: live,
+        inflight,
         doorbells,
     } = files;
     let parts = SharedBackendPartsSource::Persisted(
         PersistedBackendParts {
             doorbells,
-            inflight: live,
+            inflight,
             events: EventFd::new(0).unwrap(),
         },
         EventReader::Trusted,
     );
-    let attachment = host.open_local_backend_with("function", &Setup::default(), parts);
+    let local_backend = host.open_local_backend_with("function", &Setup::default(), parts);
     let region = MemoryRegion {
         gpa: Gpa(0),
         len: MEMORY as u64,
@@ -167,8 +167,8 @@ fn attach(host: &Host, files: Files) -> Arc<LocalBackend> {
         readable: true,
         writable: true,
     };
-    attachment.map(region).unwrap();
-    attachment
+    local_backend.map(region).unwrap();
+    local_backend
 }
 
 fn queues() -> PersistedQueues {
@@ -310,24 +310,26 @@ fn child() {
                 .unwrap()
         })
         .collect();
-    let [memory, live, doorbells] = <[File; 3]>::try_from(files).unwrap();
+    let [memory, inflight, doorbells] = <[File; 3]>::try_from(files).unwrap();
     let guest = map(&memory);
     let meeting = SharedVariables::of(&guest);
     let host = host(kind);
-    let attachment = attach(
+    let local_backend = attach(
         &host,
         Files {
             memory,
-            inflight: live.into(),
+            inflight: inflight.into(),
             doorbells: doorbells.into(),
         },
     );
     let PersistedQueues { cqs, sqs, .. } = queues();
-    attachment.create_cq(cqs[0]).unwrap();
-    attachment.create_sq(sqs[0]).unwrap();
-    let mut queue = attachment.take_queue(QUEUE).unwrap();
+    local_backend.create_cq(cqs[0]).unwrap();
+    local_backend.create_sq(sqs[0]).unwrap();
+    let mut queue = local_backend.take_queue(QUEUE).unwrap();
     let ring = |queue: &mut ShadowQueue, tail, is_done: &dyn Fn() -> bool| {
-        attachment.doorbells().store(Doorbell::SqTail(QUEUE), tail);
+        local_backend
+            .doorbells()
+            .store(Doorbell::SqTail(QUEUE), tail);
         while !is_done() {
             queue.poll();
         }
@@ -341,7 +343,9 @@ fn child() {
     ring(&mut queue, FIRST, &|| {
         completion(&guest, FIRST - 1, true).is_some()
     });
-    attachment.doorbells().store(Doorbell::CqHead(QUEUE), FIRST);
+    local_backend
+        .doorbells()
+        .store(Doorbell::CqHead(QUEUE), FIRST);
     for (index, cid) in (0..).zip(cids(kind)) {
         let at = (FIRST + u32::from(index)) % ENTRIES;
         let place = SQ + 64 * u64::from(at);
@@ -394,10 +398,11 @@ struct LeftState {
 }
 
 impl LeftState {
-    fn capture(&mut self, guest: &Mapping, live: &Mapping, zones: Option<&File>) {
+    fn capture(&mut self, guest: &Mapping, inflight: &Mapping, zones: Option<&File>) {
         let rings = guest.bytes(SQ as usize, RINGS).unwrap();
         rings.copy_to(&mut self.rings);
-        live.bytes(0, INFLIGHT_BYTES)
+        inflight
+            .bytes(0, INFLIGHT_BYTES)
             .unwrap()
             .copy_to(&mut self.inflight);
         if let Some(zones) = zones {
@@ -407,8 +412,8 @@ impl LeftState {
 }
 
 /// Creates a drive with these zone states, and with blocks that were never written.
-fn next_drive(folder: &Path, zones: &[u8]) -> String {
-    let path = folder.join("next");
+fn next_drive(dir: &Path, zones: &[u8]) -> String {
+    let path = dir.join("next");
     let name = path.to_str().unwrap().to_owned();
     File::create(&path).unwrap().set_len(16 << 20).unwrap();
     if !zones_of(&name).exists() {
@@ -426,9 +431,14 @@ fn finish(kind: &str, left: &LeftState, live_len: u64) -> usize {
     let guest = map(&memory);
     write_memory(&guest, SQ, &left.rings);
     write_command_data(&guest);
-    let live = sealed_memfd(c"live", live_len).unwrap();
-    let mapping =
-        Mapping::shared(live.as_fd(), 0, INFLIGHT_BYTES, MappingAccess::ReadWrite).unwrap();
+    let inflight = sealed_memfd(c"live", live_len).unwrap();
+    let mapping = Mapping::shared(
+        inflight.as_fd(),
+        0,
+        INFLIGHT_BYTES,
+        MappingAccess::ReadWrite,
+    )
+    .unwrap();
     mapping
         .bytes(0, INFLIGHT_BYTES)
         .unwrap()
@@ -452,12 +462,12 @@ fn finish(kind: &str, left: &LeftState, live_len: u64) -> usize {
     });
     let files = Files {
         memory,
-        inflight: live,
+        inflight,
         doorbells: doorbells.fd().try_clone_to_owned().unwrap(),
     };
-    let attachment = attach(&host, files);
-    LifecycleBackend::restore_running(&*attachment, &queues()).unwrap();
-    let mut queue = attachment.take_queue(QUEUE).unwrap();
+    let local_backend = attach(&host, files);
+    LifecycleBackend::restore_running(&*local_backend, &queues()).unwrap();
+    let mut queue = local_backend.take_queue(QUEUE).unwrap();
     let began = Instant::now();
     while completions(&guest).len() < usize::from(SECOND) {
         queue.poll();
@@ -484,14 +494,14 @@ fn finish(kind: &str, left: &LeftState, live_len: u64) -> usize {
     }
     if let Some(next) = next {
         // `position` finds the first completion: the last command reuses the identifier of the first.
-        let here = |index: u16| {
+        let slot_at = |index: u16| {
             let cid = cids(kind)[usize::from(index)];
             let ended = all.iter().position(|cqe| cqe.cid() == cid);
             ended >= Some(before)
         };
-        check_zone(&next, here);
+        check_zone(&next, slot_at);
     }
-    attachment.return_queue(queue).unwrap();
+    local_backend.return_queue(queue).unwrap();
     all.len() - before
 }
 
@@ -520,18 +530,18 @@ fn kill_at_every_step(kind: &str) -> Vec<usize> {
     let memory = File::from(memfd(c"guest", MEMORY as u64).unwrap());
     let guest = map(&memory);
     let setup = Setup::default();
-    let live = InflightFile::new(setup.queue_pairs).unwrap();
-    let live_len = File::from(live.fd().try_clone_to_owned().unwrap());
+    let inflight = InflightFile::new(setup.queue_pairs).unwrap();
+    let live_len = File::from(inflight.fd().try_clone_to_owned().unwrap());
     let live_len = live_len.metadata().unwrap().len();
     let live_memory =
-        Mapping::shared(live.fd(), 0, INFLIGHT_BYTES, MappingAccess::ReadWrite).unwrap();
+        Mapping::shared(inflight.fd(), 0, INFLIGHT_BYTES, MappingAccess::ReadWrite).unwrap();
     let doorbells = DoorbellPage::new(
         DoorbellMode::Trap,
         nvme_guest::DoorbellStride::default(),
         setup.queue_pairs,
     )
     .unwrap();
-    let numbers = [memory.as_fd(), live.fd(), doorbells.fd()].map(|fd| fd.as_raw_fd());
+    let numbers = [memory.as_fd(), inflight.fd(), doorbells.fd()].map(|fd| fd.as_raw_fd());
     let names = format!("{kind} {} {} {}", numbers[0], numbers[1], numbers[2]);
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", "inflight::child", "--nocapture"]);
@@ -574,8 +584,8 @@ fn kill_at_every_step(kind: &str) -> Vec<usize> {
 
 #[test]
 fn a_process_may_end_at_any_instruction() {
-    let folder = tempfile::tempdir().unwrap();
-    let zoned = folder.path().join("zoned");
+    let dir = tempfile::tempdir().unwrap();
+    let zoned = dir.path().join("zoned");
     File::create(&zoned).unwrap().set_len(16 << 20).unwrap();
     for kind in ["null:16M", "memory:16M", "slow", zoned.to_str().unwrap()] {
         let left = kill_at_every_step(kind);
@@ -595,7 +605,7 @@ fn a_process_may_end_at_any_instruction() {
 /// Creates the files of a new function.
 fn new_files() -> Files {
     let pairs = Setup::default().queue_pairs;
-    let live = InflightFile::new(pairs).unwrap();
+    let inflight = InflightFile::new(pairs).unwrap();
     let doorbells = DoorbellPage::new(
         DoorbellMode::Trap,
         nvme_guest::DoorbellStride::default(),
@@ -604,7 +614,7 @@ fn new_files() -> Files {
     .unwrap();
     Files {
         memory: File::from(memfd(c"guest", MEMORY as u64).unwrap()),
-        inflight: live.fd().try_clone_to_owned().unwrap(),
+        inflight: inflight.fd().try_clone_to_owned().unwrap(),
         doorbells: doorbells.fd().try_clone_to_owned().unwrap(),
     }
 }
@@ -612,48 +622,51 @@ fn new_files() -> Files {
 #[test]
 fn invalid_queues_are_not_restored_and_new_ones_work() {
     let host = host("null:16M");
-    let attachment = attach(&host, new_files());
-    let refused = |kept: &PersistedQueues, reason: &str| {
-        let error = LifecycleBackend::restore_running(&*attachment, kept).unwrap_err();
+    let local_backend = attach(&host, new_files());
+    let refused = |persisted: &PersistedQueues, reason: &str| {
+        let error = LifecycleBackend::restore_running(&*local_backend, persisted).unwrap_err();
         assert!(error.to_string().contains(reason), "{error}");
     };
-    let kept = queues();
-    refused(&kept, "in-flight state of completion queue 1 is incomplete");
+    let persisted = queues();
+    refused(
+        &persisted,
+        "in-flight state of completion queue 1 is incomplete",
+    );
     let many = PersistedQueues {
-        cqs: kept.cqs.repeat(5),
-        ..kept.clone()
+        cqs: persisted.cqs.repeat(5),
+        ..persisted.clone()
     };
     refused(&many, "completion queues is 5, but must be at most 4");
-    let mut elsewhere = kept.clone();
-    elsewhere.cqs[0].base = Gpa(1 << 40);
-    refused(&elsewhere, "incomplete");
-    elsewhere.cqs[0].base = Gpa(CQ + 8);
-    refused(&elsewhere, "base of completion queue 1");
+    let mut moved = persisted.clone();
+    moved.cqs[0].base = Gpa(1 << 40);
+    refused(&moved, "incomplete");
+    moved.cqs[0].base = Gpa(CQ + 8);
+    refused(&moved, "base of completion queue 1");
 
     let misplaced = PersistedQueues {
         doorbell_buffer: Some(DoorbellBuffer {
             shadow: Gpa(0x4004),
             event_idx: Gpa(0x5000),
         }),
-        ..kept.clone()
+        ..persisted.clone()
     };
     refused(&misplaced, "doorbell_buffer.shadow");
 
-    attachment.create_cq(kept.cqs[0]).unwrap();
-    attachment.create_sq(kept.sqs[0]).unwrap();
-    let error = LifecycleBackend::restore_running(&*attachment, &kept).unwrap_err();
+    local_backend.create_cq(persisted.cqs[0]).unwrap();
+    local_backend.create_sq(persisted.sqs[0]).unwrap();
+    let error = LifecycleBackend::restore_running(&*local_backend, &persisted).unwrap_err();
     assert!(error.to_string().contains("without I/O queues"), "{error}");
-    attachment.reset().unwrap();
+    local_backend.reset().unwrap();
     // For a guest without queues, restoring does nothing.
-    LifecycleBackend::restore_running(&*attachment, &PersistedQueues::default()).unwrap();
+    LifecycleBackend::restore_running(&*local_backend, &PersistedQueues::default()).unwrap();
 }
 
 #[test]
-fn a_function_without_live_state_cannot_be_taken_up() {
+fn a_function_without_inflight_state_cannot_be_restored() {
     let host = host("null:16M");
-    let attachment =
+    let local_backend =
         host.open_local_backend_with("function", &Setup::default(), SharedBackendPartsSource::Own);
-    let error = LifecycleBackend::restore_running(&*attachment, &queues()).unwrap_err();
+    let error = LifecycleBackend::restore_running(&*local_backend, &queues()).unwrap_err();
     assert!(
         error.to_string().contains("in-flight state is not there"),
         "{error}"
@@ -674,21 +687,21 @@ fn an_interrupted_command_is_left_to_the_next_process() {
     let PersistedQueues { cqs, sqs, .. } = queues();
     {
         let host = host("lost");
-        let attachment = attach(&host, files);
-        attachment.create_cq(cqs[0]).unwrap();
-        attachment.create_sq(sqs[0]).unwrap();
-        let mut queue = attachment.take_queue(QUEUE).unwrap();
-        attachment.doorbells().store(Doorbell::SqTail(QUEUE), 1);
+        let local_backend = attach(&host, files);
+        local_backend.create_cq(cqs[0]).unwrap();
+        local_backend.create_sq(sqs[0]).unwrap();
+        let mut queue = local_backend.take_queue(QUEUE).unwrap();
+        local_backend.doorbells().store(Doorbell::SqTail(QUEUE), 1);
         assert!(queue.poll(), "the drive has the command");
-        attachment.return_queue(queue).unwrap();
+        local_backend.return_queue(queue).unwrap();
         let time = Duration::from_secs(30);
-        LifecycleBackend::detach_within(&*attachment, time, CommandDrainMode::CutShort).unwrap();
+        LifecycleBackend::detach_within(&*local_backend, time, CommandDrainMode::CutShort).unwrap();
     }
     assert!(completion(&guest, 0, true).is_none(), "it has not ended");
 
     let host = host("memory:16M");
-    let attachment = attach(&host, next);
-    LifecycleBackend::restore_running(&*attachment, &queues()).unwrap();
+    let local_backend = attach(&host, next);
+    LifecycleBackend::restore_running(&*local_backend, &queues()).unwrap();
     wait_for("it completes", || completion(&guest, 0, true).is_some());
     let ended = completion(&guest, 0, true).unwrap();
     assert_eq!((ended.cid(), ended.status()), (cid, Status::SUCCESS));

@@ -43,13 +43,13 @@ type Ended = (Result<(), SessionError>, Vec<u8>, Weak<LocalBackend>);
 /// Runs a session until the VMM disconnects. `vmm_says` sends the VMM's messages.
 fn run_session(host: &Host, vmm_says: impl FnOnce(&mut UnixStream)) -> Ended {
     let (mut vmm, server) = UnixStream::pair().unwrap();
-    let attachment = host.open_local_backend_with(
+    let local_backend = host.open_local_backend_with(
         "lease",
         &Setup::nth(0),
         SharedBackendPartsSource::Outliving(EventReader::Trusted),
     );
-    let attached: Weak<LocalBackend> = Arc::downgrade(&attachment);
-    let lease = OneLease(Mutex::new(Some(attachment)));
+    let attached: Weak<LocalBackend> = Arc::downgrade(&local_backend);
+    let lease = OneLease(Mutex::new(Some(local_backend)));
     let session = std::thread::spawn(move || LeaseSession::new(server).unwrap().run(&lease));
     vmm_says(&mut vmm);
     let _ = vmm.shutdown(Shutdown::Write);
@@ -150,12 +150,12 @@ fn an_invalid_message_ends_only_its_own_lease() {
 fn a_descriptor_that_nobody_asked_for_is_refused() {
     let host = Host::new("memory:16M", 512);
     let (vmm, server) = UnixStream::pair().unwrap();
-    let attachment = host.open_local_backend_with(
+    let local_backend = host.open_local_backend_with(
         "lease",
         &Setup::nth(0),
         SharedBackendPartsSource::Outliving(EventReader::Trusted),
     );
-    let lease = OneLease(Mutex::new(Some(attachment)));
+    let lease = OneLease(Mutex::new(Some(local_backend)));
     let session = std::thread::spawn(move || LeaseSession::new(server).unwrap().run(&lease));
     let sent = [opening(), message(r#"{"status":{}}"#, 0)];
     vmm.send_with_fds(&[&sent[0][..]], &[]).unwrap();
@@ -227,12 +227,12 @@ fn a_stopping_server_cancels_leases_in_preparation() {
 fn vmm_doorbell_counts_appear_in_server_statistics() {
     const PAGE: u64 = 4096;
     let host = Host::new("memory:16M", 512);
-    let attachment = host.open_local_backend_with(
+    let local_backend = host.open_local_backend_with(
         "lease",
         &Setup::nth(0),
         SharedBackendPartsSource::Outliving(EventReader::Trusted),
     );
-    let function = remote::wrap_remote(attachment.clone());
+    let function = remote::wrap_remote(local_backend.clone());
     let region = MemoryRegion {
         gpa: Gpa(0),
         len: 4 * PAGE,
@@ -263,7 +263,7 @@ fn vmm_doorbell_counts_appear_in_server_statistics() {
         }
     }
     assert!(!function.ring(Doorbell::SqTail(QueueId(1)), 0));
-    let stats = attachment.stats();
+    let stats = local_backend.stats();
     let exits: Vec<(u16, u64)> = (stats.queues.iter())
         .map(|queue| (queue.qid, queue.doorbell_exits))
         .collect();
@@ -273,12 +273,12 @@ fn vmm_doorbell_counts_appear_in_server_statistics() {
 #[test]
 fn a_server_gets_no_memory_that_its_vmm_has_not_completed() {
     let host = Host::new("memory:16M", 512);
-    let attachment = host.open_local_backend_with(
+    let local_backend = host.open_local_backend_with(
         "lease",
         &Setup::nth(0),
         SharedBackendPartsSource::Outliving(EventReader::Trusted),
     );
-    let function = remote::wrap_remote(attachment.clone());
+    let function = remote::wrap_remote(local_backend.clone());
     let len = 4 * 4096;
     let file = memfd(c"guest", len).unwrap();
     let map = |is_complete| {
@@ -299,16 +299,16 @@ fn a_server_gets_no_memory_that_its_vmm_has_not_completed() {
     };
     let refused = map(false).unwrap_err();
     assert!(matches!(refused, DmaError::Incomplete { .. }), "{refused}");
-    assert_eq!(attachment.stats().memory.regions, 0);
+    assert_eq!(local_backend.stats().memory.regions, 0);
     map(true).unwrap();
-    assert_eq!(attachment.stats().memory.regions, 1);
+    assert_eq!(local_backend.stats().memory.regions, 1);
     function
         .shared_parts()
         .memory
         .write(Gpa(4096), &[7])
         .unwrap();
     let mut byte = [0];
-    attachment
+    local_backend
         .shared_parts()
         .memory
         .read(Gpa(4096), &mut byte)

@@ -174,7 +174,7 @@ fn unreadable_blocks_stay_with_the_data_of_their_id() {
     let file = written_file(SIZE);
     let setup = Setup::nth(0);
     for path in ["memory:32M", file.path().to_str().unwrap()] {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let drive = Host::new(path, 512).drive;
         // Each step uses a new host, like a new process. A drive in memory keeps its host.
         let host = || match path.starts_with("memory:") {
@@ -182,7 +182,7 @@ fn unreadable_blocks_stay_with_the_data_of_their_id() {
             false => Host::new(path, 512),
         };
         let host = || Host {
-            ledger: Ledger::open(folder.path()),
+            ledger: Ledger::open(dir.path()),
             ..host()
         };
         let with_disk = |id: &str, work: &dyn Fn(&mut Disk)| {

@@ -69,7 +69,7 @@ pub(crate) fn warnings(controller: &mut Controller) -> u8 {
 }
 
 #[test]
-fn every_tenant_hears_of_lost_writes_until_its_vmm_connects_again() {
+fn every_owner_hears_of_lost_writes_until_its_vmm_connects_again() {
     let Some(device) = LoopDevice::cached(2 * LEASE, FILE_SYSTEM_BYTES) else {
         return;
     };
@@ -186,8 +186,8 @@ fn a_write_with_fua_and_the_end_of_a_function_find_what_was_lost() {
 }
 
 /// Returns the shared parts of a function whose back end ends, for the next server.
-pub(crate) fn persisted_parts(attachment: &LocalBackend) -> SharedBackendPartsSource {
-    let parts = attachment.shared_parts();
+pub(crate) fn persisted_parts(local_backend: &LocalBackend) -> SharedBackendPartsSource {
+    let parts = local_backend.shared_parts();
     let share = |fd: BorrowedFd<'_>| fd.try_clone_to_owned().unwrap();
     SharedBackendPartsSource::Persisted(
         PersistedBackendParts {
@@ -215,32 +215,32 @@ fn lost_writes_are_known_to_the_next_server() {
     };
 
     let server = host();
-    let attachment = server.open_local_backend_with(
+    let local_backend = server.open_local_backend_with(
         "a",
         &setup,
         SharedBackendPartsSource::Outliving(EventReader::Trusted),
     );
-    assert!(!attachment.check_damage().lost_writes);
+    assert!(!local_backend.check_damage().lost_writes);
     write().unwrap();
     // The old server's Flush gets the error, and the guest does not see it.
-    attachment.flush_within(MINUTE).unwrap_err();
-    let parts = persisted_parts(&attachment);
-    drop((attachment, server));
+    local_backend.flush_within(MINUTE).unwrap_err();
+    let parts = persisted_parts(&local_backend);
+    drop((local_backend, server));
 
     let server = host();
-    let attachment = server.open_local_backend_with("a", &setup, parts);
-    attachment
+    let local_backend = server.open_local_backend_with("a", &setup, parts);
+    local_backend
         .flush_within(MINUTE)
         .expect_err("the next one promised what was lost");
-    assert!(attachment.check_damage().lost_writes);
-    let parts = persisted_parts(&attachment);
-    drop((attachment, server));
+    assert!(local_backend.check_damage().lost_writes);
+    let parts = persisted_parts(&local_backend);
+    drop((local_backend, server));
 
     let server = host();
-    let attachment = server.open_local_backend_with("a", &setup, parts);
-    assert!(attachment.check_damage().lost_writes, "the third one");
-    attachment.reset_connection();
-    attachment.flush_within(MINUTE).expect("another VMM");
+    let local_backend = server.open_local_backend_with("a", &setup, parts);
+    assert!(local_backend.check_damage().lost_writes, "the third one");
+    local_backend.reset_connection();
+    local_backend.flush_within(MINUTE).expect("another VMM");
 
     // The neighbour gets the error, and the server is killed before this function flushes.
     let neighbour = server.open_local_backend_with(
@@ -250,11 +250,11 @@ fn lost_writes_are_known_to_the_next_server() {
     );
     write().unwrap();
     neighbour.flush_within(MINUTE).unwrap_err();
-    let parts = persisted_parts(&attachment);
-    drop((attachment, neighbour, server));
+    let parts = persisted_parts(&local_backend);
+    drop((local_backend, neighbour, server));
     let server = host();
-    let attachment = server.open_local_backend_with("a", &setup, parts);
-    attachment
+    let local_backend = server.open_local_backend_with("a", &setup, parts);
+    local_backend
         .flush_within(MINUTE)
         .expect_err("the error was reported to the neighbour alone");
 }
@@ -265,10 +265,10 @@ struct SpareFdStore(Mutex<BTreeMap<(String, String), Vec<OwnedFd>>>);
 
 impl SpareDescriptorStore for SpareFdStore {
     fn load(&self, drive: &str, lease: &str) -> Vec<OwnedFd> {
-        let kept = self.0.lock().unwrap();
-        let kept = kept.get(&(drive.to_owned(), lease.to_owned()));
-        let kept = kept.into_iter().flatten();
-        kept.map(|spare| spare.try_clone().unwrap()).collect()
+        let spares = self.0.lock().unwrap();
+        let spares = spares.get(&(drive.to_owned(), lease.to_owned()));
+        let spares = spares.into_iter().flatten();
+        spares.map(|spare| spare.try_clone().unwrap()).collect()
     }
 
     fn store(&self, drive: &str, lease: &str, spare: &[OwnedFd]) {
@@ -294,64 +294,69 @@ fn a_spare_descriptor_reports_losses_the_predecessor_did_not_record() {
     let setup = Setup::nth(0);
     let new = || SharedBackendPartsSource::Outliving(EventReader::Trusted);
     let lose = || {
-        let told = File::open(device.device()).unwrap();
+        let reader = File::open(device.device()).unwrap();
         let file = File::options().write(true).open(device.device()).unwrap();
         file.write_all_at(&vec![0x41; 4 * FILE_SYSTEM_BYTES as usize], 0)
             .unwrap();
         // The error is reported here, so descriptions that are opened later do not see it.
-        told.sync_all().unwrap_err();
+        reader.sync_all().unwrap_err();
     };
-    let shelf = Arc::new(SpareFdStore::default());
-    for spares in [None, Some(shelf.clone() as Arc<dyn SpareDescriptorStore>)] {
+    let fd_store = Arc::new(SpareFdStore::default());
+    for spares in [
+        None,
+        Some(fd_store.clone() as Arc<dyn SpareDescriptorStore>),
+    ] {
         let server = host();
-        let attachment = server.open_local_backend_with_spares("a", &setup, new(), spares.clone());
+        let local_backend =
+            server.open_local_backend_with_spares("a", &setup, new(), spares.clone());
         lose();
-        let parts = persisted_parts(&attachment);
+        let parts = persisted_parts(&local_backend);
         // The server is killed.
-        attachment.retain_spares();
-        drop((attachment, server));
+        local_backend.retain_spares();
+        drop((local_backend, server));
         let server = host();
-        let attachment = server.open_local_backend_with_spares("a", &setup, parts, spares.clone());
-        let flushed = attachment.flush_within(MINUTE);
+        let local_backend =
+            server.open_local_backend_with_spares("a", &setup, parts, spares.clone());
+        let flushed = local_backend.flush_within(MINUTE);
         assert_eq!(
             flushed.is_err(),
             spares.is_some(),
             "only a supervisor knows"
         );
-        assert_eq!(attachment.check_damage().lost_writes, spares.is_some());
+        assert_eq!(local_backend.check_damage().lost_writes, spares.is_some());
     }
-    assert!(shelf.0.lock().unwrap().is_empty(), "the lease has ended");
+    assert!(fd_store.0.lock().unwrap().is_empty(), "the lease has ended");
 
-    let spares = Some(shelf.clone() as Arc<dyn SpareDescriptorStore>);
+    let spares = Some(fd_store.clone() as Arc<dyn SpareDescriptorStore>);
     let server = host();
-    let attachment = server.open_local_backend_with_spares("a", &setup, new(), spares.clone());
+    let local_backend = server.open_local_backend_with_spares("a", &setup, new(), spares.clone());
     lose();
     // The VMM ends, and the next VMM starts with a new function.
-    attachment.reset_connection();
-    let parts = persisted_parts(&attachment);
-    attachment.retain_spares();
-    drop((attachment, server));
+    local_backend.reset_connection();
+    let parts = persisted_parts(&local_backend);
+    local_backend.retain_spares();
+    drop((local_backend, server));
     let server = host();
-    let attachment = server.open_local_backend_with_spares("a", &setup, parts, spares.clone());
-    attachment
+    let local_backend = server.open_local_backend_with_spares("a", &setup, parts, spares.clone());
+    local_backend
         .flush_within(MINUTE)
         .expect("another VMM lost that");
     lose();
-    attachment.retain_spares();
-    drop((attachment, server));
+    local_backend.retain_spares();
+    drop((local_backend, server));
     // The server and the previous VMM have died before this VMM connects.
     let server = host();
-    let attachment = server.open_local_backend_with_spares("a", &setup, new(), spares.clone());
-    let parts = persisted_parts(&attachment);
-    attachment.retain_spares();
-    drop((attachment, server));
+    let local_backend = server.open_local_backend_with_spares("a", &setup, new(), spares.clone());
+    let parts = persisted_parts(&local_backend);
+    local_backend.retain_spares();
+    drop((local_backend, server));
     let server = host();
-    let attachment = server.open_local_backend_with_spares("a", &setup, parts, spares.clone());
-    attachment
+    let local_backend = server.open_local_backend_with_spares("a", &setup, parts, spares.clone());
+    local_backend
         .flush_within(MINUTE)
         .expect("a function that is new lost nothing");
-    drop(attachment);
-    assert!(shelf.0.lock().unwrap().is_empty(), "the lease has ended");
+    drop(local_backend);
+    assert!(fd_store.0.lock().unwrap().is_empty(), "the lease has ended");
 }
 
 /// A server restores its functions one by one.

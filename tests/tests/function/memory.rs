@@ -193,12 +193,12 @@ fn a_ring_unmapped_under_io() {
             for sq_goes in [true, false] {
                 let machine = host.machine(&Setup::nth(0).doorbells(mode));
                 let mut controller = machine.attach();
-                let there = machine.memory.alloc(4096).unwrap();
+                let page = machine.memory.alloc(4096).unwrap();
                 let going = machine.memory.alloc_at(HIGH, 4096).unwrap();
                 let rings = if sq_goes {
-                    (going, there)
+                    (going, page)
                 } else {
-                    (there, going)
+                    (page, going)
                 };
                 let mut queue = queue_pair_at(&mut controller, rings, 64);
                 assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
@@ -238,12 +238,12 @@ fn a_ring_that_comes_back_goes_on_under_io() {
             for sq_goes in [true, false] {
                 let machine = host.machine(&Setup::nth(0).doorbells(mode));
                 let mut controller = machine.attach();
-                let there = machine.memory.alloc(4096).unwrap();
+                let page = machine.memory.alloc(4096).unwrap();
                 let going = machine.memory.alloc_at(HIGH, 4096).unwrap();
                 let rings = if sq_goes {
-                    (going, there)
+                    (going, page)
                 } else {
-                    (there, going)
+                    (page, going)
                 };
                 let mut queue = queue_pair_at(&mut controller, rings, 64);
                 let region = high(&machine);
@@ -453,10 +453,10 @@ fn rings_truncated_under_io() {
             let machine = host.machine(&Setup::nth(0).doorbells(mode));
             let file = truncatable(&machine);
             let mut controller = machine.attach();
-            let there = machine.memory.alloc(4096).unwrap();
+            let page = machine.memory.alloc(4096).unwrap();
             let (sq, cq) = match sq_goes {
-                true => (UNMAPPED_ADDRESS + 4096, there.gpa()),
-                false => (there.gpa(), UNMAPPED_ADDRESS + 4096),
+                true => (UNMAPPED_ADDRESS + 4096, page.gpa()),
+                false => (page.gpa(), UNMAPPED_ADDRESS + 4096),
             };
             controller.admin(Sqe::create_cq(1, cq, 64, None)).unwrap();
             controller.admin(Sqe::create_sq(1, sq, 64, 1)).unwrap();
@@ -467,13 +467,13 @@ fn rings_truncated_under_io() {
                 .collect();
             match sq_goes {
                 true => file.write_all_at(&flush, 4096).unwrap(),
-                false => there.write(0, &flush),
+                false => page.write(0, &flush),
             }
             machine.write_raw_doorbell(&controller, 1, Side::SqTail, 1);
             let completed = || {
                 let mut entry = [0; 16];
                 match sq_goes {
-                    true => there.read(0, &mut entry),
+                    true => page.read(0, &mut entry),
                     false => file.read_exact_at(&mut entry, 4096).unwrap(),
                 }
                 entry[14] & 1 == 1

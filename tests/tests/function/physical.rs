@@ -241,12 +241,12 @@ fn namespace_changes_reach_only_its_guests() {
     drive.report_event(DriveEvent::NamespaceChanged(Nsid(2)));
 
     assert_eq!(next_event(&mut second), NAMESPACE_CHANGED);
-    let keep = LogPage {
+    let log_page = LogPage {
         retain: true,
         ..LogPage::of_controller(log::CHANGED_NAMESPACES, 4096)
     };
     for page in [
-        second.log_page(keep).unwrap(),
+        second.log_page(log_page).unwrap(),
         read_log(&mut second, log::CHANGED_NAMESPACES, 4096),
     ] {
         assert_eq!(

@@ -54,7 +54,7 @@ fn machine(host: &Host, index: u64, poll: &'static str) -> (Machine, Arc<LocalBa
 fn charged_seconds(attachments: &[&LocalBackend]) -> f64 {
     let seconds = attachments
         .iter()
-        .map(|attachment| attachment.stats().processor_seconds);
+        .map(|local_backend| local_backend.stats().processor_seconds);
     seconds.sum()
 }
 
@@ -84,8 +84,8 @@ impl Reading {
 fn the_time_of_a_dedicated_poller_is_its_functions() {
     let (host, threads) = host();
     for (index, poll) in [(0, "dedicated:busy"), (1, "dedicated")] {
-        let (machine, attachment) = machine(&host, index, poll);
-        let attachments = [attachment.as_ref()];
+        let (machine, local_backend) = machine(&host, index, poll);
+        let attachments = [local_backend.as_ref()];
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 32);
         let thread = threads.recv().unwrap();

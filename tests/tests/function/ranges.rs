@@ -321,13 +321,13 @@ fn a_file_gets_its_room_back_from_a_driver_that_knows_no_limit() {
         println!("The file system has no holes.");
         return;
     }
-    let room = || file.as_file().metadata().unwrap().blocks() * 512;
+    let allocated_bytes = || file.as_file().metadata().unwrap().blocks() * 512;
     let fill = |disk: &mut Disk| {
         for first in (0..disk.blocks()).step_by(2048) {
             disk.write(first, &vec![0x5a; 1 << 20]).unwrap();
         }
         disk.flush().unwrap();
-        assert!(room() >= LEASE, "{}", room());
+        assert!(allocated_bytes() >= LEASE, "{}", allocated_bytes());
     };
     let whole = u32::try_from(disk.blocks()).unwrap();
     let deallocate = |disk: &mut Disk, ranges: &[(u64, u32)]| {
@@ -335,9 +335,9 @@ fn a_file_gets_its_room_back_from_a_driver_that_knows_no_limit() {
         disk.deallocate(ranges).unwrap();
         let took = begun.elapsed();
         assert!(
-            room() < LEASE / 16 || took >= DEALLOCATE,
+            allocated_bytes() < LEASE / 16 || took >= DEALLOCATE,
             "{} are left after {took:.1?}",
-            room()
+            allocated_bytes()
         );
     };
     fill(&mut disk);

@@ -54,8 +54,8 @@ fn verify(host: &Host, setup: &Setup, seed: u64) {
 fn every_model_changes_nothing_but_time() {
     for name in ["nvm", "ssd"] {
         // The file of the flash state lies beside the drive's file.
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("drive.img");
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("drive.img");
         std::fs::File::create(&file)
             .unwrap()
             .set_len(2 * LEASE)
@@ -69,8 +69,8 @@ fn every_model_changes_nothing_but_time() {
                 }
             });
         }
-        let kept = folder.path().join("drive.img.ftl").exists();
-        assert_eq!(kept, name == "ssd");
+        let is_saved = dir.path().join("drive.img.ftl").exists();
+        assert_eq!(is_saved, name == "ssd");
     }
 }
 

@@ -547,9 +547,9 @@ fn no_time_counts_against_weights_while_the_drive_has_paused() {
     model.pause();
     // If the drive were not paused, the command would time out at once.
     model.set_admin_timeout(Some(Duration::ZERO));
-    let looks = model.admin_timeout_reads() + 50;
+    let reads = model.admin_timeout_reads() + 50;
     wait_for("looks at the command", || {
-        model.admin_timeout_reads() >= looks
+        model.admin_timeout_reads() >= reads
     });
     model.set_admin_timeout(None);
     model.resume();
@@ -576,9 +576,9 @@ fn remove_in_pause(model: &ModelDrive) {
     model.pause();
     // Without the pause, no command would be waited for.
     model.set_admin_timeout(Some(Duration::ZERO));
-    let looks = model.admin_timeout_reads() + 50;
+    let reads = model.admin_timeout_reads() + 50;
     wait_for("looks at the command", || {
-        model.admin_timeout_reads() >= looks
+        model.admin_timeout_reads() >= reads
     });
     model.set_admin_timeout(None);
     model.request_removal();
@@ -611,13 +611,13 @@ fn a_pause_at_a_hand_over_ends_when_the_kernel_asks_for_the_drive() {
     let handed = hand_over(&before);
     mem::forget(before);
     model.inject(Fault::once(FaultMatch::Weights(false), Effect::Hold));
-    let goes_on = {
+    let progresses = {
         let model = model.clone();
         let options = chosen(ArbitrationChoice::Weighted);
         thread::spawn(move || open_in_successor_with(&model, handed, options).err())
     };
     remove_in_pause(&model);
-    let error = goes_on.join().unwrap();
+    let error = progresses.join().unwrap();
     assert!(matches!(error, Some(ControllerError::RemovalRequested)));
     assert!(model.is_released());
 }

@@ -111,8 +111,8 @@ impl Host {
     }
 
     /// Replaces the ledger by one in a directory.
-    pub(crate) fn with_ledger(mut self, folder: &Path) -> Self {
-        self.host.ledger = Ledger::open(folder);
+    pub(crate) fn with_ledger(mut self, dir: &Path) -> Self {
+        self.host.ledger = Ledger::open(dir);
         self
     }
 
@@ -135,8 +135,8 @@ impl Host {
         drop(host);
         // A poller may hold the last reference to the drive.
         wait_for("the drive's release", || model.is_released());
-        if let Err(complaint) = model.check_host() {
-            panic!("{complaint}");
+        if let Err(message) = model.check_host() {
+            panic!("{message}");
         }
         assert!(!model.is_enabled(), "the drive was given back enabled");
         wait_for("the memory to be given back", || {

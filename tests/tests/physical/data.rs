@@ -156,11 +156,11 @@ fn data_lies_at_the_leases_blocks_on_the_drive() {
     disk.write(10, &bytes).unwrap();
     let first = 2 * LEASE / 512;
     assert!(host.model.peek(1, first + 10, 2048) == bytes);
-    let beside = [
+    let neighbours = [
         host.model.peek(1, 0, first + 10),
         host.model.peek(1, first + 2058, 8),
     ];
-    assert!(beside.concat().iter().all(|byte| *byte == 0));
+    assert!(neighbours.concat().iter().all(|byte| *byte == 0));
     host.model.poke(1, (2 * LEASE) as usize, &[0xAB; 512]);
     assert_eq!(disk.read(0, 1).unwrap(), [0xAB; 512]);
     drop((disk, _controller, machine));

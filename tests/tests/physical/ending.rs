@@ -389,7 +389,7 @@ impl Server {
     /// Serves a function, and creates a guest with it.
     fn with_machine(host: &Host) -> (Self, Machine) {
         let setup = Setup::nth(0);
-        let attachment = host.open_local_backend_with(
+        let local_backend = host.open_local_backend_with(
             "served",
             &setup,
             SharedBackendPartsSource::Outliving(EventReader::Trusted),
@@ -398,7 +398,7 @@ impl Server {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let stream = theirs.try_clone().unwrap();
         let session = thread::spawn(move || {
-            let leases = FinalLeaseSource(OneLease(Mutex::new(Some(attachment))));
+            let leases = FinalLeaseSource(OneLease(Mutex::new(Some(local_backend))));
             let session = LeaseSession::new(theirs).unwrap().with_clock(clock);
             session.run(&leases).unwrap();
         });

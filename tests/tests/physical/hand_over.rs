@@ -129,10 +129,10 @@ fn check_guests_continue(doorbell_buffer: DoorbellBufferUse) {
         assert!(again <= of_queues, "{again} mappings were made again");
         let memory = machine.function().backend().stats().memory.regions as usize;
         release_predecessor_memory(&host);
-        let kept = model.model_iommu().iovas();
-        let kept = kept.iter().filter(|iova| reached.contains(iova)).count();
+        let iovas = model.model_iommu().iovas();
+        let still_mapped = iovas.iter().filter(|iova| reached.contains(iova)).count();
         let admin = 1 + usize::from(doorbell_buffer != DoorbellBufferUse::None);
-        assert_eq!(kept, memory + admin);
+        assert_eq!(still_mapped, memory + admin);
         machine.function().resume();
         load.move_to(&machine);
         load.drain();
@@ -325,11 +325,11 @@ impl DescriptorStore for TestFdStore {
 }
 
 /// Opens the drive with the descriptors that a dead process has left.
-fn open_from_store(model: &Arc<ModelDrive>, shelf: &Arc<TestFdStore>) -> Host {
-    let contents = shelf.contents();
+fn open_from_store(model: &Arc<ModelDrive>, fd_store: &Arc<TestFdStore>) -> Host {
+    let contents = fd_store.contents();
     let left = (!contents.is_empty()).then(|| PredecessorIommu::read(contents).unwrap());
-    let kept = PersistedIommu {
-        store: Some(shelf.clone()),
+    let persisted = PersistedIommu {
+        store: Some(fd_store.clone()),
         predecessor: left,
     };
     let options = ControllerOptions {
@@ -338,7 +338,7 @@ fn open_from_store(model: &Arc<ModelDrive>, shelf: &Arc<TestFdStore>) -> Host {
     };
     let threads = ThreadSpawner::default();
     let controller =
-        VfioController::open_persisted(model.clone(), options, &threads, kept).unwrap();
+        VfioController::open_persisted(model.clone(), options, &threads, persisted).unwrap();
     let drive = Drive::new("0000:01:00.0", controller, None).expect("a namespace");
     Host::from_drive(drive, model.clone())
 }
@@ -371,8 +371,8 @@ fn memory_of_guests_stays_mapped_when_their_server_dies() {
     let ledger = |process: usize| ledgers.path().join(process.to_string());
     let model = ModelDrive::start(options(DoorbellBufferUse::EventIdx));
     model.model_iommu().pin_pages();
-    let shelf = Arc::new(TestFdStore::default());
-    let mut host = open_from_store(&model, &shelf).with_ledger(&ledger(0));
+    let fd_store = Arc::new(TestFdStore::default());
+    let mut host = open_from_store(&model, &fd_store).with_ledger(&ledger(0));
     let setup = Setup::nth(0);
     let mut machine = host.machine(&setup);
     let gone = host.machine(&Setup::nth(1));
@@ -395,20 +395,20 @@ fn memory_of_guests_stays_mapped_when_their_server_dies() {
         let reached = model.model_iommu().iovas();
         // The next process dies at once.
         if process == 2 {
-            kill(open_from_store(&model, &shelf));
+            kill(open_from_store(&model, &fd_store));
             close(&model);
         }
-        host = open_from_store(&model, &shelf).with_ledger(&ledger(process));
+        host = open_from_store(&model, &fd_store).with_ledger(&ledger(process));
         machine = host.restore(&suspended, &setup).unwrap();
         // The driver's own memory: admin queues, Doorbell Buffer, two queue pairs.
         let of_processes = if process == 2 { 2 } else { 0 } + 2 + 2 * 2;
         let again = model.model_iommu().mappings_made() - made;
         assert!(again <= of_processes, "{again} mappings were made again");
         release_predecessor_memory(&host);
-        let kept = model.model_iommu().iovas();
-        let kept = kept.iter().filter(|iova| reached.contains(iova)).count();
+        let iovas = model.model_iommu().iovas();
+        let still_mapped = iovas.iter().filter(|iova| reached.contains(iova)).count();
         assert_eq!(
-            kept, memory,
+            still_mapped, memory,
             "the memory of the guest that is there, and nothing else"
         );
         machine.function().resume();
@@ -418,25 +418,25 @@ fn memory_of_guests_stays_mapped_when_their_server_dies() {
     load.verify();
     drop((load, machine));
     host.finish();
-    assert!(shelf.contents().is_empty(), "the drive was given back");
+    assert!(fd_store.contents().is_empty(), "the drive was given back");
     assert_eq!(model.model_iommu().faults(), []);
 }
 
 #[test]
 fn stored_mappings_match_the_iommu_of_continued_and_lost_drives() {
     let model = ModelDrive::start(options(DoorbellBufferUse::None));
-    let shelf = Arc::new(TestFdStore::default());
-    let host = open_from_store(&model, &shelf);
+    let fd_store = Arc::new(TestFdStore::default());
+    let host = open_from_store(&model, &fd_store);
     let handed = hand_over(&host);
     std::mem::forget(host);
-    let before = shelf.contents();
+    let before = fd_store.contents();
     let handed = HandedOverDrive::read(handed).unwrap();
     let threads = ThreadSpawner::default();
     let options = ControllerOptions {
         command_timeout: LONG,
         ..ControllerOptions::default()
     };
-    let supervisor: Arc<dyn DescriptorStore> = shelf.clone();
+    let supervisor: Arc<dyn DescriptorStore> = fd_store.clone();
     let controller = VfioController::from_predecessor(
         model.clone(),
         handed,
@@ -449,7 +449,7 @@ fn stored_mappings_match_the_iommu_of_continued_and_lost_drives() {
     let machine = host.machine(&Setup::nth(0));
     // Only the table of the drive's present process is valid.
     let read = |mut table: Vec<OwnedFd>| RecordedMappings::read(table.remove(0)).unwrap();
-    let (before, now) = (read(before), read(shelf.contents()));
+    let (before, now) = (read(before), read(fd_store.contents()));
     assert!(now.mapped().len() > before.mapped().len());
     let mapped: Vec<u64> = now.mapped().iter().map(|mapping| mapping.iova).collect();
     let mut iovas = model.model_iommu().iovas();
@@ -457,7 +457,7 @@ fn stored_mappings_match_the_iommu_of_continued_and_lost_drives() {
     assert_eq!(iovas, [] as [u64; 0]);
     model.request_removal();
     wait_for("the drive's release", || model.is_released());
-    assert!(shelf.contents().is_empty());
+    assert!(fd_store.contents().is_empty());
     drop((machine, host));
 }
 
@@ -465,11 +465,11 @@ fn stored_mappings_match_the_iommu_of_continued_and_lost_drives() {
 fn memory_whose_pages_were_freed_while_no_server_ran_is_mapped_anew() {
     let model = ModelDrive::start(options(DoorbellBufferUse::None));
     model.model_iommu().pin_pages();
-    let shelf = Arc::new(TestFdStore::default());
+    let fd_store = Arc::new(TestFdStore::default());
     // Each process has a ledger of its own, which has no locks of the previous process.
     let ledgers = tempfile::tempdir().unwrap();
     let [before, after] = ["before", "after"].map(|name| ledgers.path().join(name));
-    let host = open_from_store(&model, &shelf).with_ledger(&before);
+    let host = open_from_store(&model, &fd_store).with_ledger(&before);
     let setup = Setup::nth(0);
     let machine = host.machine(&setup);
     let regions = machine.memory.regions();
@@ -484,7 +484,7 @@ fn memory_whose_pages_were_freed_while_no_server_ran_is_mapped_anew() {
     let mut copy = Command::new("cp");
     let copied = copy.arg("-a").args([before, after.clone()]);
     assert!(copied.status().unwrap().success());
-    let host = open_from_store(&model, &shelf).with_ledger(&after);
+    let host = open_from_store(&model, &fd_store).with_ledger(&after);
     let made = model.model_iommu().mappings_made();
     let machine = host.restore(&suspended, &setup).unwrap();
     assert_eq!(

@@ -78,22 +78,22 @@ fn endless_aliases_are_refused_with_numbers() {
     let hostile = window(&host, "vm-1", Some(64 * MIB));
     let (mapped, error) = map_aliases(&hostile, &file, MIB);
     assert_eq!(mapped, 64);
-    let told = nvme_mpt_vmm::report::chain(&error);
+    let message = nvme_mpt_vmm::report::chain(&error);
     for part in [
         "Function vm-1 has 64M",
         "asks for 1M more",
         "may have 64M (memory-limit)",
         "raise memory-limit=",
     ] {
-        assert!(told.contains(part), "{told}");
+        assert!(message.contains(part), "{message}");
     }
     let limit = MemoryLimit::Configured(64 * MIB);
     let (function, mapped) = ("vm-1".to_owned(), 64 * MIB);
-    let asked = MIB;
+    let requested = MIB;
     let expected = MemoryRefusal::Limit {
         function,
         mapped,
-        asked,
+        requested,
         limit,
     };
     assert_eq!(refusal(error), expected);
@@ -118,12 +118,12 @@ fn a_function_has_the_limit_that_its_options_give_it() {
         memory_limit: Some(4 * MIB),
         ..Setup::nth(0)
     };
-    let attachment = host.open_local_backend("vm-1", &setup);
+    let local_backend = host.open_local_backend("vm-1", &setup);
     let file = sparse(MIB);
     let map = |nth| {
         let fd = file.try_clone().unwrap().into();
         nvme_guest::MemoryBackend::map(
-            &*attachment,
+            &*local_backend,
             MemoryRegion {
                 gpa: Gpa(nth * MIB),
                 len: MIB,
@@ -137,11 +137,11 @@ fn a_function_has_the_limit_that_its_options_give_it() {
     for nth in 0..4 {
         map(nth).unwrap();
     }
-    let told = nvme_mpt_vmm::report::chain(&map(4).unwrap_err());
+    let message = nvme_mpt_vmm::report::chain(&map(4).unwrap_err());
     let limit =
         "Function vm-1 has 4M of memory mapped for its drive and asks for 1M more; it may have 4M";
-    assert!(told.contains(limit), "{told}");
-    drop(attachment);
+    assert!(message.contains(limit), "{message}");
+    drop(local_backend);
     host.finish();
 }
 
@@ -154,9 +154,9 @@ fn without_a_limit_a_function_can_map_the_hosts_memory_once() {
     let file = sparse(GIB);
     let (mapped, error) = map_aliases(&window, &file, GIB);
     assert_eq!(mapped, 2);
-    let told = nvme_mpt_vmm::report::chain(&error);
+    let message = nvme_mpt_vmm::report::chain(&error);
     let host_has = "it may have 2G, the memory of the host, as it has no memory-limit=";
-    assert!(told.contains(host_has), "{told}");
+    assert!(message.contains(host_has), "{message}");
     drop(window);
     host.finish();
 }
@@ -194,13 +194,13 @@ fn sparse_memory_that_the_host_does_not_have_is_refused_before_a_page_is_taken()
     let hostile = files.window(&host, "vm-1");
     let file = sparse(16 * GIB);
     let error = map(&hostile, &file, 0, 16 * GIB).unwrap_err();
-    let told = nvme_mpt_vmm::report::chain(&error);
+    let message = nvme_mpt_vmm::report::chain(&error);
     for part in [
         "Function vm-1 asks for 16G of memory of which 16G are not there yet",
         "the host has 3G available, of which 256M stay free",
         "prealloc",
     ] {
-        assert!(told.contains(part), "{told}");
+        assert!(message.contains(part), "{message}");
     }
     assert!(matches!(
         refusal(error),
@@ -232,9 +232,12 @@ fn a_host_whose_memory_runs_out_meanwhile_refuses_the_next_step() {
         }
     });
     let error = map(&hostile, &file, 0, 2 * GIB).unwrap_err();
-    let told = nvme_mpt_vmm::report::chain(&error);
-    assert!(told.contains("of which 256M are not there yet"), "{told}");
-    assert!(told.contains("has 300M available"), "{told}");
+    let message = nvme_mpt_vmm::report::chain(&error);
+    assert!(
+        message.contains("of which 256M are not there yet"),
+        "{message}"
+    );
+    assert!(message.contains("has 300M available"), "{message}");
     assert_eq!(
         (iommu.allocated_bytes(), iommu.mapped_bytes()),
         (768 * MIB, before)
@@ -269,9 +272,12 @@ fn pages_that_are_freed_while_others_are_pinned_are_refused_if_the_host_has_too_
         }
     });
     let error = map(&hostile, &file, 0, 3 * PIECE).unwrap_err();
-    let told = nvme_mpt_vmm::report::chain(&error);
-    assert!(told.contains("of which 64M are not there yet"), "{told}");
-    assert!(told.contains("has 100M available"), "{told}");
+    let message = nvme_mpt_vmm::report::chain(&error);
+    assert!(
+        message.contains("of which 64M are not there yet"),
+        "{message}"
+    );
+    assert!(message.contains("has 100M available"), "{message}");
     assert!(matches!(
         refusal(error),
         MemoryRefusal::Unavailable { missing: PIECE, .. }
@@ -315,8 +321,8 @@ fn a_small_region_is_mapped_on_a_host_with_little_left() {
     map(&window, &sparse(PAGE_SIZE as u64), GIB, PAGE_SIZE as u64).unwrap();
     // More than 32 MiB in total.
     let error = map(&window, &sparse(16 * MIB), 2 * GIB, 16 * MIB).unwrap_err();
-    let told = nvme_mpt_vmm::report::chain(&error);
-    assert!(told.contains("of which 256M stay free"), "{told}");
+    let message = nvme_mpt_vmm::report::chain(&error);
+    assert!(message.contains("of which 256M stay free"), "{message}");
     drop(window);
     host.finish();
 }
@@ -373,14 +379,14 @@ fn part_of_a_39_bit_space_is_reserved_for_other_vms() {
     let [.., (_, _, error)] = &hostile[..] else {
         unreachable!("twelve");
     };
-    let told = nvme_mpt_vmm::report::chain(error);
+    let message = nvme_mpt_vmm::report::chain(error);
     for part in [
         "Function vm-11 has taken",
         "of IOVA space",
         "gets no 8G more",
         "are left",
     ] {
-        assert!(told.contains(part), "{told}");
+        assert!(message.contains(part), "{message}");
     }
     // The neighbours have their assured mappings.
     let neighbours = ["x", "y", "z"].map(|function| window(&host, function, None));
@@ -405,8 +411,8 @@ fn a_poller_goes_on_while_memory_is_pinned() {
     let mut controller = machine.attach();
     let mut queue = queue_pair(&mut controller, 1, 16);
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
-    let attachment = host.latest_backend.lock().unwrap().upgrade().unwrap();
-    let taken = attachment.take_queue(QueueId(1));
+    let local_backend = host.latest_backend.lock().unwrap().upgrade().unwrap();
+    let taken = local_backend.take_queue(QueueId(1));
     let mut shadow = taken.unwrap();
     // A table that the queue has not adopted yet.
     let regions = [0, 1].map(|nth| {
@@ -438,14 +444,14 @@ fn a_poller_goes_on_while_memory_is_pinned() {
         iommu.release_maps();
         map.join().unwrap();
         let shadow = poller.join().unwrap();
-        let returned = attachment.return_queue(shadow);
+        let returned = local_backend.return_queue(shadow);
         returned.unwrap();
         assert!(pinning, "memory was pinned meanwhile");
         let completions = completions.expect("a completion while memory is pinned");
         assert_eq!(completions[0].status().code(), SUCCESS);
     });
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
-    drop((queue, controller, attachment, machine));
+    drop((queue, controller, local_backend, machine));
     host.finish();
 }
 

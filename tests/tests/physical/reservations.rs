@@ -81,7 +81,7 @@ fn a_refused_reservation_names_the_holders_and_changes_nothing() {
         .reserve_pairs("c", 2, LeaseWeight::default())
         .unwrap_err();
     let ReserveError::TooFew {
-        asked,
+        requested: asked,
         left,
         total,
         holders,

@@ -66,10 +66,10 @@ impl Guest {
             rates: rates(weight),
             ..Setup::nth(nth)
         });
-        let attachment = host.latest_backend.lock().unwrap().upgrade().unwrap();
+        let local_backend = host.latest_backend.lock().unwrap().upgrade().unwrap();
         let mut controller = machine.attach();
         Self {
-            local_backend: attachment,
+            local_backend,
             queue: queue_pair(&mut controller, 1, 512),
             data: machine.memory.alloc(4096).unwrap(),
             _controller: controller,

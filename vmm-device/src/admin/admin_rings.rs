@@ -84,15 +84,15 @@ impl GuestAdminRings {
 
     /// Reads both doorbells, from the registers and the Doorbell Buffer, and applies their values.
     pub(super) fn read_doorbells(&mut self, shared: &SharedBackendParts) -> AdminDoorbellPoll {
-        let mut look = AdminDoorbellPoll::default();
+        let mut poll = AdminDoorbellPoll::default();
         // An invalid value of one doorbell does not prevent reading the other doorbell.
         for doorbell in [
             Doorbell::CqHead(QueueId::ADMIN),
             Doorbell::SqTail(QueueId::ADMIN),
         ] {
-            self.read_doorbell(doorbell, shared, &mut look);
+            self.read_doorbell(doorbell, shared, &mut poll);
         }
-        look
+        poll
     }
 
     /// Reads one doorbell, and makes the driver write the doorbell's register at its next move.
@@ -110,7 +110,7 @@ impl GuestAdminRings {
         &mut self,
         doorbell: Doorbell,
         shared: &SharedBackendParts,
-        look: &mut AdminDoorbellPoll,
+        poll: &mut AdminDoorbellPoll,
     ) {
         let place = doorbell_index(doorbell);
         for _ in 0..READS_MAX {
@@ -123,7 +123,7 @@ impl GuestAdminRings {
             }
             let before = self.doorbell_value(doorbell);
             let value = moved.unwrap_or(register);
-            look.has_invalid_value |= self.apply_doorbell(doorbell, value).is_err();
+            poll.has_invalid_value |= self.apply_doorbell(doorbell, value).is_err();
             if buffered.is_none() {
                 return;
             }
@@ -138,7 +138,7 @@ impl GuestAdminRings {
             }
             self.request_register_write(doorbell, shared);
         }
-        look.needs_another_read = true;
+        poll.needs_another_read = true;
     }
 
     /// Returns whether a register has no new value: it equals the last value, or one that the driver has stored in the Doorbell
@@ -262,10 +262,10 @@ impl GuestAdminRings {
     /// proves that the command could complete now: a command that waits for an event must not occupy an entry.
     pub(super) fn take(
         &mut self,
-        room: CompletionCredit,
+        credit: CompletionCredit,
         memory: &GuestMemory,
     ) -> Result<Option<Sqe>, DmaError> {
-        self.cq.return_credits(room.into());
+        self.cq.return_credits(credit.into());
         if self.pending_commands() == 0 {
             return Ok(None);
         }
@@ -281,14 +281,14 @@ impl GuestAdminRings {
     /// Posts a completion in its reserved entry. If the memory is not mapped, frees the entry and fails.
     pub(super) fn post(
         &mut self,
-        room: CompletionCredit,
+        credit: CompletionCredit,
         completion: AdminCompletion,
         memory: &GuestMemory,
     ) -> Result<(), DmaError> {
         let posted = self.write(completion, memory);
         match posted {
-            Ok(()) => self.cq.spend(room),
-            Err(_) => self.cq.return_credits(room.into()),
+            Ok(()) => self.cq.spend(credit),
+            Err(_) => self.cq.return_credits(credit.into()),
         }
         posted
     }

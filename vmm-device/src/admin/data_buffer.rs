@@ -45,8 +45,8 @@ impl<'a> DataBuffer<'a> {
     pub(super) fn write(&self, data: &[u8]) -> Result<(), AdminCommandFailure> {
         let mut rest = data;
         for (gpa, length) in self.segments(data.len() as u64)? {
-            let (here, after) = rest.split_at(length);
-            self.memory.write(gpa, here).map_err(unmapped_failure)?;
+            let (chunk, after) = rest.split_at(length);
+            self.memory.write(gpa, chunk).map_err(unmapped_failure)?;
             rest = after;
         }
         Ok(())
@@ -56,8 +56,8 @@ impl<'a> DataBuffer<'a> {
     pub(super) fn read(&self, data: &mut [u8]) -> Result<(), AdminCommandFailure> {
         let mut rest = data;
         for (gpa, length) in self.segments(rest.len() as u64)? {
-            let (here, after) = rest.split_at_mut(length);
-            self.memory.read(gpa, here).map_err(unmapped_failure)?;
+            let (chunk, after) = rest.split_at_mut(length);
+            self.memory.read(gpa, chunk).map_err(unmapped_failure)?;
             rest = after;
         }
         Ok(())
@@ -93,10 +93,10 @@ impl<'a> DataBuffer<'a> {
             if index > 0 && prp.offset(PAGE_SHIFT) != 0 {
                 return Err(Status::PRP_OFFSET_INVALID.into());
             }
-            let here = left.min(prp.bytes_to_page_end(PAGE_SHIFT));
+            let page_bytes = left.min(prp.bytes_to_page_end(PAGE_SHIFT));
             // The cast keeps the value, since a segment has at most the size of a memory page.
-            segments.push((Gpa(prp.0), here as usize));
-            left -= here;
+            segments.push((Gpa(prp.0), page_bytes as usize));
+            left -= page_bytes;
         }
         Ok(segments)
     }

@@ -219,11 +219,11 @@ impl GuestAdminQueue {
         if self.may_be_posted && rings.has_free_slot() {
             return true;
         }
-        let look = rings.read_doorbells(shared);
-        if look.has_invalid_value {
+        let poll = rings.read_doorbells(shared);
+        if poll.has_invalid_value {
             self.report_invalid_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
         }
-        look.needs_another_read
+        poll.needs_another_read
     }
 
     /// Reports an event to the guest: it has written a doorbell whose queue does not exist.
@@ -365,11 +365,9 @@ impl GuestAdminQueue {
             Err(error) => {
                 let is_gone = matches!(error, DmaError::NotMapped { .. });
                 let after = self.suspension_time(controller);
-                let SuspensionTime {
-                    now,
-                    unchanged_for: quiet,
-                } = self.suspension.failure_time(before, after);
-                if !is_gone || self.suspension.has_timed_out(now, quiet) {
+                let SuspensionTime { now, unchanged_for } =
+                    self.suspension.failure_time(before, after);
+                if !is_gone || self.suspension.has_timed_out(now, unchanged_for) {
                     return Err(error);
                 }
             }
@@ -407,21 +405,21 @@ impl GuestAdminQueue {
         // Reserves a completion queue entry before taking a command that needs it. If the guest frees no entry, only this
         // guest's commands wait. When it writes the head doorbell, this loop runs again.
         while self.postponed.is_none()
-            && let Some(room) = rings.reserve()
+            && let Some(credit) = rings.reserve()
         {
             let event = self.unposted.is_empty().then(|| self.events.report_next());
             self.unposted.extend(event.flatten());
             if let Some(completion) = self.unposted.front().copied() {
-                if let Some(keep) = controller.state_store {
+                if let Some(store) = controller.state_store {
                     // The guest may act on a completion as soon as it is visible. By then, the stored state must show that the
                     // command was carried out. A successor posts the completion once more, which changes nothing.
-                    keep(self.save_with_rings(Some(rings)), &self.queues);
+                    store(self.save_with_rings(Some(rings)), &self.queues);
                 }
-                rings.post(room, completion, memory)?;
+                rings.post(credit, completion, memory)?;
                 self.unposted.pop_front();
                 self.may_be_posted = false;
                 *posted = true;
-            } else if let Some(sqe) = rings.take(room, memory)? {
+            } else if let Some(sqe) = rings.take(credit, memory)? {
                 self.commands += 1;
                 self.carry_out_with_rings(&sqe, rings, controller);
             } else {
@@ -520,12 +518,10 @@ impl GuestAdminQueue {
         controller: AdminCommandContext<'_>,
     ) -> bool {
         let after = self.suspension_time(controller);
-        let SuspensionTime {
-            now,
-            unchanged_for: quiet,
-        } = self.command_suspension.failure_time(before, after);
+        let SuspensionTime { now, unchanged_for } =
+            self.command_suspension.failure_time(before, after);
         self.command_suspension
-            .has_timed_out_for_command(now, quiet)
+            .has_timed_out_for_command(now, unchanged_for)
     }
 
     fn execute(
@@ -648,9 +644,9 @@ impl GuestAdminQueue {
         if request.lid == LogPageId::CHANGED_NAMESPACE_LIST {
             self.namespace_changed = false;
         }
-        if let (Some(list), Some(told)) = (list, &changes) {
+        if let (Some(list), Some(changes_reported)) = (list, &changes) {
             self.events.unmask(list.event.event_type());
-            host.remove_changes(told);
+            host.remove_changes(changes_reported);
         }
         Ok(())
     }

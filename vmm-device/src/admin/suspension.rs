@@ -36,18 +36,22 @@ impl MemorySuspension {
         }
     }
 
-    /// Records that memory is unmapped at `now`, `quiet` after the last change of the VM's memory mappings. Returns whether the
-    /// wait for the memory has taken too long.
-    pub(super) fn has_timed_out(&mut self, now: Duration, quiet: Duration) -> bool {
+    /// Records that memory is unmapped at `now`, `unchanged_for` after the last change of the VM's memory mappings. Returns
+    /// whether the wait for the memory has taken too long.
+    pub(super) fn has_timed_out(&mut self, now: Duration, unchanged_for: Duration) -> bool {
         let since = *self.since.get_or_insert(now);
-        is_unmapped_too_long(now.saturating_sub(since), quiet)
+        is_unmapped_too_long(now.saturating_sub(since), unchanged_for)
     }
 
-    /// Records as [`Self::has_timed_out`] does that memory is unmapped which a command names. It may never have existed, so it
+    /// Works like [`Self::has_timed_out`], for memory that a command names. Such memory may never have existed. So the memory
     /// counts as unmapped at least since the last change of the mappings.
-    pub(super) fn has_timed_out_for_command(&mut self, now: Duration, quiet: Duration) -> bool {
+    pub(super) fn has_timed_out_for_command(
+        &mut self,
+        now: Duration,
+        unchanged_for: Duration,
+    ) -> bool {
         let since = *self.since.get_or_insert(now);
-        is_unmapped_too_long(now.saturating_sub(since).max(quiet), quiet)
+        is_unmapped_too_long(now.saturating_sub(since).max(unchanged_for), unchanged_for)
     }
 
     /// Ends the wait, because the memory is mapped again.
@@ -68,12 +72,12 @@ mod tests {
     #[test]
     fn missing_memory_is_awaited_until_a_second_after_the_last_change() {
         let ms = Duration::from_millis;
-        let quiet = ms(60_000);
+        let unchanged_for = ms(60_000);
         let mut suspension = MemorySuspension::default();
-        assert!(!suspension.has_timed_out(ms(5_000), quiet));
+        assert!(!suspension.has_timed_out(ms(5_000), unchanged_for));
         assert!(suspension.is_active());
-        assert!(!suspension.has_timed_out(ms(6_000), quiet));
-        assert!(suspension.has_timed_out(ms(6_001), quiet));
+        assert!(!suspension.has_timed_out(ms(6_000), unchanged_for));
+        assert!(suspension.has_timed_out(ms(6_001), unchanged_for));
         assert!(
             !suspension.has_timed_out(ms(34_000), ms(0)),
             "memory changes"
@@ -83,7 +87,7 @@ mod tests {
         suspension.end();
         assert!(!suspension.is_active());
         assert!(
-            !suspension.has_timed_out(ms(40_000), quiet),
+            !suspension.has_timed_out(ms(40_000), unchanged_for),
             "it begins anew"
         );
     }

@@ -257,7 +257,7 @@ impl NvmeFunction {
         if !self.is_quarantined {
             self.apply_bus_master();
         }
-        write.moves
+        write.bar_moves
     }
 
     /// Returns the size of a BAR in bytes, a power of two.
@@ -506,23 +506,23 @@ impl NvmeFunction {
     /// mappings stay.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&mut self) -> Vec<BarMove> {
-        let moves = self.reset_until(&self.drain_deadline());
+        let bar_moves = self.reset_until(&self.drain_deadline());
         self.resets.vmm += 1;
-        moves
+        bar_moves
     }
 
     /// Resets the function as [`Self::reset`] does, with this deadline in place of 30 s.
     pub(super) fn reset_until(&mut self, deadline: &Deadline) -> Vec<BarMove> {
         self.may_have_changed = true;
-        let moves = self.config.reset();
+        let bar_moves = self.config.reset();
         // CSTS.RDY shows a reset that is not complete.
         let _ = self.reset_controller(deadline);
         if self.is_quarantined {
             self.registers.fail();
-            return moves;
+            return bar_moves;
         }
         self.apply_bus_master();
-        moves
+        bar_moves
     }
 
     /// Resets the function like [`Self::reset`] and unmaps all guest memory, within a second in all. Returns the number of
@@ -617,7 +617,7 @@ impl NvmeFunction {
             resets: self.resets,
         };
         let supervisor = self.state_store.as_deref();
-        let keep = supervisor.map(|supervisor| {
+        let store = supervisor.map(|supervisor| {
             move |admin, queues: &PersistedQueues| {
                 supervisor.store(parts.to_running_state(admin, queues.clone()))
             }
@@ -628,7 +628,7 @@ impl NvmeFunction {
             shared: &self.shared,
             cc: self.registers.cc(),
             deadline: &deadline,
-            state_store: keep.as_ref().map(|keep| keep as _),
+            state_store: store.as_ref().map(|store| store as _),
         };
         self.admin.poll_health(controller);
         match self.admin.process_commands(controller) {
@@ -906,11 +906,11 @@ impl NvmeFunction {
     /// `process_events` completes the pause later.
     fn apply_bus_master_until(&mut self, deadline: &Deadline) {
         self.apply_masks();
-        let rests = self.paused || !self.config.is_bus_master();
-        if rests == self.is_quiesced && !self.is_quiescing {
+        let is_paused = self.paused || !self.config.is_bus_master();
+        if is_paused == self.is_quiesced && !self.is_quiescing {
             return;
         }
-        if !rests {
+        if !is_paused {
             self.is_quiescing = false;
             self.backend.resume();
             self.is_quiesced = false;

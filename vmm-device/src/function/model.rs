@@ -217,7 +217,7 @@ impl FunctionModelMachine {
         let memory = fixtures::guest_memory();
         let function = function_with_files(&drive, &ledger, None);
         let shared = function.backend().shared_parts();
-        let survivors = PersistedFunctionParts {
+        let parts = PersistedFunctionParts {
             drive,
             ledger,
             doorbells: clone_fd(shared.doorbells.fd()),
@@ -226,7 +226,7 @@ impl FunctionModelMachine {
         };
         let machine = Self {
             function,
-            persisted: survivors,
+            persisted: parts,
             mapped: [true; PARTS as usize],
             tail: 0,
         };

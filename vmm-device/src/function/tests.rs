@@ -346,8 +346,8 @@ fn data_memory() -> MemoryRegion {
     }
 }
 
-/// Checks that a command waits for memory at [`UNMAPPED`], which is unmapped right before the command. Returns whether the check
-/// was possible, and the guest.
+/// Checks that a command waits for memory at [`UNMAPPED`], which is unmapped right before the command. Returns whether the
+/// check was possible, and the guest.
 fn check_waits_for_memory(command: Sqe) -> (bool, TestGuest) {
     let mut guest = TestGuest::with_enabled_controller(DoorbellMode::Shadow);
     let interval = guest.function.events_poll_interval();
@@ -358,8 +358,8 @@ fn check_waits_for_memory(command: Sqe) -> (bool, TestGuest) {
     let cid = guest.submit(command);
     if let Some(cqe) = guest.peek() {
         // The command waits only shortly after a change of the memory, and the machine stalled for longer.
-        let quiet = guest.function.memory().time_since_change();
-        assert!(quiet > Duration::from_secs(1), "{cqe:?}");
+        let unchanged_for = guest.function.memory().time_since_change();
+        assert!(unchanged_for > Duration::from_secs(1), "{cqe:?}");
         return (false, guest);
     }
     assert_eq!(guest.csts(), 1);
@@ -472,7 +472,7 @@ fn data_that_stays_unmapped_fails_the_command_alone() {
 #[derive(Debug)]
 struct StallingClock {
     host: Arc<dyn ControllerBackend>,
-    stall: Mutex<Stall>,
+    pause: Mutex<Stall>,
 }
 
 #[derive(Debug, Default)]
@@ -488,16 +488,16 @@ struct Stall {
 
 impl WaitClock for StallingClock {
     fn now(&self) -> Duration {
-        let mut stall = self.stall.lock().expect("sound");
-        if stall.readings > 0 {
-            stall.readings -= 1;
-        } else if let Some(memory) = stall.memory.take() {
-            stall.is_gone =
+        let mut pause = self.pause.lock().expect("sound");
+        if pause.readings > 0 {
+            pause.readings -= 1;
+        } else if let Some(memory) = pause.memory.take() {
+            pause.is_gone =
                 self.host.shared_parts().memory.time_since_change() > Duration::from_secs(1);
             self.host.map(memory).expect("mapped");
-            stall.now += Duration::from_secs(40);
+            pause.now += Duration::from_secs(40);
         }
-        stall.now
+        pause.now
     }
 
     fn wait(&self, _: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
@@ -505,17 +505,17 @@ impl WaitClock for StallingClock {
     }
 
     fn sleep(&self, time: Duration) {
-        self.stall.lock().expect("sound").now += time;
+        self.pause.lock().expect("sound").now += time;
     }
 }
 
 /// Checks that a command which waits for memory succeeds if the thread stops, at a reading of the clock, while the memory is
 /// mapped again. Returns whether the clock was read that often.
-fn continues_after_stall(readings: u32, gone: u64, command: Sqe) -> bool {
+fn continues_after_pause(readings: u32, gone: u64, command: Sqe) -> bool {
     let host = Arc::new(fixtures::local_backend(DoorbellMode::Trap));
     let clock = Arc::new(StallingClock {
         host: host.clone(),
-        stall: Mutex::default(),
+        pause: Mutex::default(),
     });
     let function = NvmeFunction::new(host, MsixMasking::Client).with_clock(clock.clone());
     let memory = fixtures::guest_memory();
@@ -534,7 +534,7 @@ fn continues_after_stall(readings: u32, gone: u64, command: Sqe) -> bool {
         assert_eq!(gone, UNMAPPED);
         return true;
     }
-    *clock.stall.lock().expect("sound") = Stall {
+    *clock.pause.lock().expect("sound") = Stall {
         now: Duration::ZERO,
         readings,
         memory: Some(MemoryRegion {
@@ -547,11 +547,11 @@ fn continues_after_stall(readings: u32, gone: u64, command: Sqe) -> bool {
     guest.function.process_events();
     assert_eq!(guest.csts(), 1, "reading {readings}");
     {
-        let stall = clock.stall.lock().expect("sound");
-        if stall.memory.is_some() {
+        let pause = clock.pause.lock().expect("sound");
+        if pause.memory.is_some() {
             return false;
         }
-        if stall.is_gone && gone == UNMAPPED {
+        if pause.is_gone && gone == UNMAPPED {
             return true;
         }
     }
@@ -566,13 +566,13 @@ fn continues_after_stall(readings: u32, gone: u64, command: Sqe) -> bool {
 }
 
 #[test]
-fn memory_remapped_during_a_thread_stall_is_found() {
+fn memory_remapped_while_the_thread_pauses_is_found() {
     let data = Sqe {
         dptr: [UNMAPPED, 0],
         ..identify()
     };
     for (gone, command) in [(MEMORY.start, identify()), (UNMAPPED, data)] {
-        let readings = (0..).take_while(|reading| continues_after_stall(*reading, gone, command));
+        let readings = (0..).take_while(|reading| continues_after_pause(*reading, gone, command));
         assert!(readings.count() > 0);
     }
 }

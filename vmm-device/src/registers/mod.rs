@@ -278,12 +278,12 @@ impl ControllerProperties {
     fn notify_shutdown(&mut self, value: Cc) -> Option<ControllerTransition> {
         let notified = self.cc.shn();
         self.cc = value;
-        let asked = matches!(
+        let is_requested = matches!(
             value.shn(),
             ShutdownNotification::NORMAL | ShutdownNotification::ABRUPT
         );
         // Only a reset ends a shutdown that has begun.
-        if !asked || value.shn() == notified || self.csts.shst() != ShutdownStatus::NORMAL {
+        if !is_requested || value.shn() == notified || self.csts.shst() != ShutdownStatus::NORMAL {
             return None;
         }
         self.csts = self.csts.with_shst(ShutdownStatus::OCCURRING);

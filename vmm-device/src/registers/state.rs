@@ -40,12 +40,12 @@ impl ControllerProperties {
             asq,
             acq,
         } = *state;
-        let (saved, here) = (Cap(cap).dstrd(), self.cap.dstrd());
-        if saved != here {
+        let (saved, own) = (Cap(cap).dstrd(), self.cap.dstrd());
+        if saved != own {
             return Err(BackendStateError::Mismatch {
                 promise: "doorbell stride (CAP.DSTRD)".to_owned(),
                 saved: saved.to_string(),
-                here: here.to_string(),
+                here: own.to_string(),
             });
         }
         // `CAP.TO` may differ: the guest has read the saved value, and keeps it.

@@ -264,7 +264,10 @@ impl RemoveArgs {
             id: socket_or_id(self.id),
             force: self.force,
         };
-        let ChangeResult::Removed { function, trouble } = self.server.request_change(remove)?
+        let ChangeResult::Removed {
+            function,
+            failure: trouble,
+        } = self.server.request_change(remove)?
         else {
             return Err(UNEXPECTED_ANSWER.into());
         };
@@ -275,7 +278,7 @@ impl RemoveArgs {
         }
         match trouble {
             None => Ok(()),
-            Some(trouble) => Err(trouble.into()),
+            Some(failure) => Err(failure.into()),
         }
     }
 }
@@ -350,17 +353,17 @@ fn parse_unit(text: &str) -> Result<ByteSize, String> {
 impl CapacityArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let unit = self.unit.and_then(|unit| NonZeroU64::new(unit.0));
-        let rooms = control::query_capacity(&self.server.control(), unit)?;
+        let capacities = control::query_capacity(&self.server.control(), unit)?;
         let mut out = io::stdout().lock();
         if self.server.json {
-            writeln!(out, "{}", serde_json::to_string(&rooms)?)?;
-        } else if rooms.is_empty() {
+            writeln!(out, "{}", serde_json::to_string(&capacities)?)?;
+        } else if capacities.is_empty() {
             writeln!(
                 out,
                 "No drives; open one with `nvme-mpt serve --drive` or `nvme-mpt add`"
             )?;
         } else {
-            write!(out, "{}", capacity::table(&rooms))?;
+            write!(out, "{}", capacity::table(&capacities))?;
         }
         Ok(())
     }

@@ -128,8 +128,8 @@ impl PageComparison<'_> {
         let is_there = |field: &PageField| self.has_all || !field.kind.ends_with('-');
         let documented = fields.iter().filter(|(_, field)| is_there(field));
         let documented: BTreeSet<&String> = documented.map(|(key, _)| key).collect();
-        let there: BTreeSet<&String> = value.keys().collect();
-        assert_eq!(documented, there, "fields of the page and of {name}");
+        let keys: BTreeSet<&String> = value.keys().collect();
+        assert_eq!(documented, keys, "fields of the page and of {name}");
         for (key, value) in value {
             self.compare_value(&format!("{name}: {key}"), &fields[key].kind, value);
         }

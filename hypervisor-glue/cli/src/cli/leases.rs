@@ -176,13 +176,13 @@ pub(super) fn run_leases(options: LeasesArgs) -> Result<(), Box<dyn Error>> {
             }
         }
         LeasesCommand::Terms { json } => {
-            let terms = ledger.settings()?;
+            let settings = ledger.settings()?;
             match json {
-                true => writeln!(out, "{}", serde_json::to_string(&terms)?)?,
-                false if terms.is_empty() => {
+                true => writeln!(out, "{}", serde_json::to_string(&settings)?)?,
+                false if settings.is_empty() => {
                     writeln!(out, "No owners and no limits in {}", state_dir.display())?;
                 }
-                false => write!(out, "{}", settings_table(&terms))?,
+                false => write!(out, "{}", settings_table(&settings))?,
             }
         }
         LeasesCommand::Release { id, keep, force } => {
@@ -192,14 +192,14 @@ pub(super) fn run_leases(options: LeasesArgs) -> Result<(), Box<dyn Error>> {
                 Err(error @ LeaseError::NoSuchLease { .. }) => (None, Some(error)),
                 Err(error) => return Err(error.into()),
             };
-            let (fate, told) = match keep {
+            let (policy, description) = match keep {
                 true => (PreviousDataPolicy::Kept, "goes to the next lease of"),
                 false => (
                     PreviousDataPolicy::Wiped,
                     "is erased before another id gets",
                 ),
             };
-            let decided = ledger.decide_data(&id, fate);
+            let decided = ledger.decide_data(&id, policy);
             if let Some(LeaseEntry { extents, drive, .. }) = &released {
                 writeln!(out, "Released {id}: range {extents} of {drive}")?;
             }
@@ -219,15 +219,15 @@ pub(super) fn run_leases(options: LeasesArgs) -> Result<(), Box<dyn Error>> {
                 (ranges, _) => ranges?,
             };
             let ranges: Vec<String> = ranges.iter().map(ToString::to_string).collect();
-            writeln!(out, "The data of {id} {told} {}", ranges.join(", "))?;
+            writeln!(out, "The data of {id} {description} {}", ranges.join(", "))?;
         }
     }
     Ok(())
 }
 
-fn settings_table(terms: &BTreeMap<String, LeaseSettings>) -> TextTable {
+fn settings_table(settings: &BTreeMap<String, LeaseSettings>) -> TextTable {
     let mut table = TextTable::new(&["ID", "OWNER", "LIMITS"]);
-    for (id, LeaseSettings { owner, limits }) in terms {
+    for (id, LeaseSettings { owner, limits }) in settings {
         let limits = limits.clone().unwrap_or_else(|| "-".to_owned());
         table.add_row(vec![id.clone(), owner_name(*owner), limits]);
     }

@@ -30,10 +30,10 @@ pub(super) struct CompletionsArgs {
 
 /// Error of writing manual pages.
 #[derive(Debug, Error)]
-#[error("Cannot write manual pages into {}", folder.display())]
+#[error("Cannot write manual pages into {}", dir.display())]
 struct ManError {
     /// The output directory.
-    folder: PathBuf,
+    dir: PathBuf,
     /// Cause.
     source: io::Error,
 }
@@ -43,7 +43,13 @@ impl ManArgs {
         let Self { folder } = self;
         let pages = fs::create_dir_all(&folder);
         let pages = pages.and_then(|()| clap_mangen::generate_to(CommandLine::command(), &folder));
-        pages.map_err(|source| ManError { folder, source }.into())
+        pages.map_err(|source| {
+            ManError {
+                dir: folder,
+                source,
+            }
+            .into()
+        })
     }
 }
 

@@ -447,16 +447,16 @@ impl<T: FromStr<Err = OptionError>> OptionsArgument<T> {
     }
 }
 
-/// Returns the valid arguments, and makes their relative paths absolute as starting at `folder`. Appends messages about invalid
+/// Returns the valid arguments, and makes their relative paths absolute as starting at `dir`. Appends messages about invalid
 /// arguments to `mistakes`.
 fn collect_arguments<T: FromStr<Err = OptionError>>(
     arguments: Vec<OptionsArgument<T>>,
-    folder: &Path,
+    dir: &Path,
     mistakes: &mut Vec<String>,
 ) -> Vec<ParsedDeclaration<T>> {
     let all = arguments.into_iter().filter_map(|argument| {
         let given = argument.parsed.map_err(|mistake| mistakes.push(mistake));
-        given.ok().map(|given| given.with_absolute_paths(folder))
+        given.ok().map(|given| given.with_absolute_paths(dir))
     });
     all.collect()
 }
@@ -546,31 +546,32 @@ fn no_server_error(control: PathBuf) -> ControlError {
 }
 
 fn run_supervise(options: &SuperviseArgs) -> ExitCode {
-    let mut keep = SuperviseOptions::new(vec![FIRST_STAGE.into()]);
-    keep.max_deaths = options.deaths as usize;
-    keep.first_delay = Duration::from_millis(options.delay.into());
+    let mut supervise = SuperviseOptions::new(vec![FIRST_STAGE.into()]);
+    supervise.max_deaths = options.deaths as usize;
+    supervise.first_delay = Duration::from_millis(options.delay.into());
     if let Err(error) = logging::start_log_thread() {
         log::warn!(
             "Cannot start the thread of the log, so a slow reader of the log delays this process: {error}"
         );
     }
-    let kept = match options.adopt {
-        false => nvme_mpt_supervise::supervise(&keep, &options.command),
+    let supervised = match options.adopt {
+        false => nvme_mpt_supervise::supervise(&supervise, &options.command),
         true => {
             let control = options.control.clone();
             let control = control.unwrap_or_else(|| Path::new(STATE_DIR).join(CONTROL_SOCKET));
             // The process id cannot change in the meantime, as a server without a supervisor refuses upgrades.
             match control::listening_pid(&control) {
                 None => return report_failure(&no_server_error(control)),
-                Some(number) => {
-                    nvme_mpt_supervise::adopt(&keep, &options.command, number, |socket, max| {
-                        control::offer_supervisor(&control, socket, max)
-                    })
-                }
+                Some(number) => nvme_mpt_supervise::adopt(
+                    &supervise,
+                    &options.command,
+                    number,
+                    |socket, max| control::offer_supervisor(&control, socket, max),
+                ),
             }
         }
     };
-    let status = match kept {
+    let status = match supervised {
         Ok(status) => nvme_mpt_supervise::exit_code(status),
         Err(error) => report_failure(&error),
     };
@@ -596,11 +597,11 @@ fn run_serve(options: ServeArgs) -> Result<(), Box<dyn Error>> {
     let of_drives = options.drives.iter();
     let of_drives = of_drives.flat_map(|argument| &argument.option_files);
     let described = described.chain(of_drives).cloned().collect();
-    let folder = env::current_dir()?;
+    let dir = env::current_dir()?;
     let mut mistakes = Vec::new();
     let options = ServeOptions {
-        functions: collect_arguments(options.functions, &folder, &mut mistakes),
-        drives: collect_arguments(options.drives, &folder, &mut mistakes),
+        functions: collect_arguments(options.functions, &dir, &mut mistakes),
+        drives: collect_arguments(options.drives, &dir, &mut mistakes),
         argument_errors: mistakes,
         file: options.file,
         data,
@@ -678,13 +679,13 @@ fn canonicalize_path(path: DrivePath) -> DrivePath {
 
 fn run_drives(options: DrivesArgs) -> Result<(), Box<dyn Error>> {
     let path = options.server.control();
-    let served = match control::query_stats(&path) {
+    let result = match control::query_stats(&path) {
         Ok(stats) => stats.drives,
         // Without access to a server, show only what the kernel reports.
         Err(ControlError::NoServer { .. } | ControlError::Permission { .. }) => Vec::new(),
         Err(error) => return Err(error.into()),
     };
-    let drives = drives::list_drives(&HostRoot::default(), &served)?;
+    let drives = drives::list_drives(&HostRoot::default(), &result)?;
     let mut out = io::stdout().lock();
     if options.server.json {
         writeln!(out, "{}", serde_json::to_string(&drives)?)?;

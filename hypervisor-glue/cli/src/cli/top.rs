@@ -37,10 +37,10 @@ pub(super) struct TopArgs {
 impl TopArgs {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let control = self.control.path(&self.state);
-        let board = TopView::new(self.show, self.sort);
+        let view = TopView::new(self.show, self.sort);
         match self.once {
-            true => run_once(&control, board, self.interval, &mut io::stdout().lock())?,
-            false => run(control, board, self.interval)?,
+            true => run_once(&control, view, self.interval, &mut io::stdout().lock())?,
+            false => run(control, view, self.interval)?,
         }
         Ok(())
     }

@@ -9,28 +9,28 @@ use nvme_mpt_server::capacity::DriveCapacity;
 use super::TextTable;
 
 /// Formats the capacity as a table with a row per id.
-pub(crate) fn table(rooms: &[DriveCapacity]) -> impl fmt::Display {
+pub(crate) fn table(capacities: &[DriveCapacity]) -> impl fmt::Display {
     let mut table = TextTable::left_aligned();
     table.add_row(
         ["DRIVE", "NAMESPACE", "ID", "SIZE", "USE"]
             .map(str::to_owned)
             .into(),
     );
-    for room in rooms {
+    for capacity in capacities {
         let mut row = |id: &str, bytes, used: &str| {
             let cells = [
-                &*room.drive,
-                &room.nsid.to_string(),
+                &*capacity.drive,
+                &capacity.nsid.to_string(),
                 id,
                 &ByteSize(bytes).to_string(),
                 used,
             ];
             table.add_row(cells.map(str::to_owned).into());
         };
-        for CapacityUse { id, bytes, leased } in &room.capacity.uses {
+        for CapacityUse { id, bytes, leased } in &capacity.capacity.uses {
             row(id, *bytes, if *leased { "leased" } else { "data" });
         }
-        row("-", room.capacity.free, "free");
+        row("-", capacity.capacity.free, "free");
     }
     table
 }
@@ -48,7 +48,7 @@ mod tests {
             bytes: 2 << 30,
             leased,
         };
-        let room = DriveCapacity {
+        let capacity = DriveCapacity {
             drive: "0000:01:00.0".to_owned(),
             nsid: 1,
             bytes: (8 << 30) + 512,
@@ -60,7 +60,7 @@ mod tests {
             },
         };
 
-        let table = table(&[room]).to_string();
+        let table = table(&[capacity]).to_string();
         let rows: Vec<Vec<&str>> = table
             .lines()
             .map(|line| line.split_whitespace().collect())

@@ -38,7 +38,7 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
                 "failed"
             }
         };
-        let origin = match origin {
+        let source = match origin {
             DeclarationSource::CommandLine => "command line",
             DeclarationSource::File => "file",
             DeclarationSource::Added => "added",
@@ -48,7 +48,7 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
         table.add_row(vec![
             id.clone(),
             state.to_owned(),
-            origin.to_owned(),
+            source.to_owned(),
             range,
             drive.clone(),
         ]);
@@ -115,14 +115,14 @@ mod tests {
         };
         let reason = format!("Cannot do it\n  {}", "because ".repeat(40));
         let failed = FunctionStatus::Failed { reason };
-        let told = table(&[entry("a", FunctionStatus::Waiting), entry("b", failed)]).to_string();
-        let lines: Vec<&str> = told.lines().collect();
-        assert_eq!(lines.len(), 6, "{told}");
-        assert!(lines[..5].iter().all(|line| line.len() < 80), "{told}");
-        assert!(lines[3].contains("failed"), "{told}");
+        let text = table(&[entry("a", FunctionStatus::Waiting), entry("b", failed)]).to_string();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.len(), 6, "{text}");
+        assert!(lines[..5].iter().all(|line| line.len() < 80), "{text}");
+        assert!(lines[3].contains("failed"), "{text}");
         assert!(
             lines[5].starts_with("b: failed: Cannot do it; because because"),
-            "{told}"
+            "{text}"
         );
     }
 
@@ -147,11 +147,11 @@ mod tests {
             "      socket /run/nvme-mpt/database-1.sock, limits iops=20000,weight=300",
             "      pending: the file has another range and iops",
         ];
-        let told = table(&[entry.clone()]).to_string();
-        assert_eq!(told.lines().collect::<Vec<_>>(), lines);
+        let text = table(&[entry.clone()]).to_string();
+        assert_eq!(text.lines().collect::<Vec<_>>(), lines);
         entry.limits = "iops=20000+500,bandwidth=100M+1G,weight=300".to_owned();
         entry.drive = "/var/lib/nvme-mpt/drive.img".to_owned();
-        let told = table(&[entry]).to_string();
-        assert!(told.lines().all(|line| line.len() <= WIDTH), "{told}");
+        let text = table(&[entry]).to_string();
+        assert!(text.lines().all(|line| line.len() <= WIDTH), "{text}");
     }
 }

@@ -321,9 +321,9 @@ mod tests {
             id: "vm-9".to_owned(),
             reason: "Cannot open it\n  No such file".to_owned(),
         }];
-        let told = server_table(&stats).to_string();
+        let text = server_table(&stats).to_string();
         let first = "vm-9: failed: Cannot open it; No such file\n\nvm-1: VMM connected";
-        assert!(told.starts_with(first), "{told}");
+        assert!(text.starts_with(first), "{text}");
     }
 
     #[test]

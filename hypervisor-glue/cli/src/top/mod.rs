@@ -273,7 +273,7 @@ impl TopView {
     /// Adds a sample, or the error of taking one.
     pub fn add_sample(&mut self, sample: Result<TopSample, String>) {
         match sample {
-            Err(trouble) => self.sample_error = Some(trouble),
+            Err(failure) => self.sample_error = Some(failure),
             // While the display is paused, samples are dropped. So the next rates are computed against the sample that is
             // displayed.
             Ok(_) if self.is_paused => {}
@@ -548,29 +548,29 @@ mod tests {
     }
 
     fn view_with_samples(subject: TopSubject) -> TopView {
-        let mut board = TopView::new(subject, TopColumn::Iops);
+        let mut view = TopView::new(subject, TopColumn::Iops);
         for second in 0..=8 {
-            board.add_sample(Ok(sample(second)));
+            view.add_sample(Ok(sample(second)));
         }
-        board
+        view
     }
 
     /// Returns the lines of the screen without trailing blanks.
-    fn screen(board: &TopView) -> Vec<String> {
-        screen_of_width(board, WIDTH)
+    fn screen(view: &TopView) -> Vec<String> {
+        screen_of_width(view, WIDTH)
     }
 
-    fn screen_of_width(board: &TopView, width: u16) -> Vec<String> {
+    fn screen_of_width(view: &TopView, width: u16) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(width, HEIGHT)).unwrap();
-        terminal.draw(|frame| board.draw(frame)).unwrap();
+        terminal.draw(|frame| view.draw(frame)).unwrap();
         let buffer = terminal.backend().buffer();
         let lines = buffer.content().chunks(width.into());
         let lines = lines.map(|line| line.iter().map(|cell| cell.symbol()).collect::<String>());
         lines.map(|line| line.trim_end().to_owned()).collect()
     }
 
-    fn names(board: &TopView) -> Vec<&str> {
-        board.rows.iter().map(|row| row.name.as_str()).collect()
+    fn names(view: &TopView) -> Vec<&str> {
+        view.rows.iter().map(|row| row.name.as_str()).collect()
     }
 
     #[test]
@@ -584,62 +584,59 @@ mod tests {
 
     #[test]
     fn a_narrow_screen_has_whole_columns_and_the_sorted_one() {
-        let mut board = view_with_samples(TopSubject::Functions);
-        let head = |board: &TopView, width| screen_of_width(board, width)[6].clone();
+        let mut view = view_with_samples(TopSubject::Functions);
+        let head = |view: &TopView, width| screen_of_width(view, width)[6].clone();
         let all = "NAME   STATE      IOPS▼   READ B/s   WRITE B/s   P99 us   QD   ERR/s   EXITS/s   INTR/s   CPU%";
-        assert_eq!(head(&board, 118), format!("{all}  LAST IOPS"));
-        assert_eq!(head(&board, 97), all);
+        assert_eq!(head(&view, 118), format!("{all}  LAST IOPS"));
+        assert_eq!(head(&view, 97), all);
         let narrow = "NAME  STATE     IOPS▼ READ B/s WRITE B/s P99 us QD ERR/s EXITS/s INTR/s CPU%";
-        assert_eq!(head(&board, 80), narrow);
-        assert_eq!(
-            head(&board, 60),
-            narrow.replace(" ERR/s EXITS/s INTR/s", "")
-        );
-        board.sort = TopColumn::Exits;
-        assert_eq!(head(&board, 40).split_whitespace().last(), Some("EXITS/s▼"));
-        board.handle_command(TopCommand::Subject);
-        for line in screen_of_width(&board, 80) {
+        assert_eq!(head(&view, 80), narrow);
+        assert_eq!(head(&view, 60), narrow.replace(" ERR/s EXITS/s INTR/s", ""));
+        view.sort = TopColumn::Exits;
+        assert_eq!(head(&view, 40).split_whitespace().last(), Some("EXITS/s▼"));
+        view.handle_command(TopCommand::Subject);
+        for line in screen_of_width(&view, 80) {
             assert!(line.chars().count() <= 80, "{line}");
         }
     }
 
     #[test]
     fn rates_and_percentiles_cover_the_last_interval() {
-        let board = view_with_samples(TopSubject::Functions);
-        assert_eq!(names(&board), ["db-1", "web", "build"]);
-        let row = &board.rows[0];
+        let view = view_with_samples(TopSubject::Functions);
+        assert_eq!(names(&view), ["db-1", "web", "build"]);
+        let row = &view.rows[0];
         assert_eq!((row.iops, row.read), (215_400.0, 215_400.0 * 3072.0));
         assert_eq!((row.interrupts, row.depth), (53_850.0, 7));
         assert!((row.processors - 0.6462).abs() < 1e-9);
         assert_eq!(row.p99(), Some(96.0));
-        assert_eq!(board.total.back(), Some(&216_810));
+        assert_eq!(view.total.back(), Some(&216_810));
         assert_eq!(
-            board.history["build"],
+            view.history["build"],
             [0, 0, 5_000, 60_000, 61_500, 62_000, 12_000, 400]
         );
     }
 
     #[test]
     fn rows_are_sorted_by_each_column_and_in_both_orders() {
-        let mut board = view_with_samples(TopSubject::Functions);
-        board.handle_command(TopCommand::Sort(-1));
-        assert_eq!(board.sort, TopColumn::State);
-        assert_eq!(names(&board), ["web", "db-1", "build"]);
-        board.handle_command(TopCommand::Sort(-1));
+        let mut view = view_with_samples(TopSubject::Functions);
+        view.handle_command(TopCommand::Sort(-1));
+        assert_eq!(view.sort, TopColumn::State);
+        assert_eq!(names(&view), ["web", "db-1", "build"]);
+        view.handle_command(TopCommand::Sort(-1));
         assert_eq!(
-            (board.sort, names(&board)),
+            (view.sort, names(&view)),
             (TopColumn::Name, vec!["build", "db-1", "web"])
         );
-        board.handle_command(TopCommand::Reverse);
-        assert_eq!(names(&board), ["web", "db-1", "build"]);
-        board.handle_command(TopCommand::Sort(-1));
-        assert_eq!(board.sort, TopColumn::Processor);
-        assert_eq!(names(&board), ["build", "web", "db-1"]);
+        view.handle_command(TopCommand::Reverse);
+        assert_eq!(names(&view), ["web", "db-1", "build"]);
+        view.handle_command(TopCommand::Sort(-1));
+        assert_eq!(view.sort, TopColumn::Processor);
+        assert_eq!(names(&view), ["build", "web", "db-1"]);
     }
 
     #[test]
     fn functions_that_failed_have_rows_and_are_counted() {
-        let mut board = TopView::new(TopSubject::Functions, TopColumn::Iops);
+        let mut view = TopView::new(TopSubject::Functions, TopColumn::Iops);
         for second in 0..2 {
             let mut sample = sample(second);
             // One function is in quarantine, and its VMM stays connected. The other function could not be served.
@@ -649,9 +646,9 @@ mod tests {
                     reason: "because".to_owned(),
                 })
                 .into();
-            board.add_sample(Ok(sample));
+            view.add_sample(Ok(sample));
         }
-        let states: HashMap<_, _> = board
+        let states: HashMap<_, _> = view
             .rows
             .iter()
             .map(|row| (&*row.name, &*row.state))
@@ -661,17 +658,17 @@ mod tests {
             (FAILED_STATE, FAILED_STATE)
         );
         assert_eq!(states["build"], "waiting");
-        assert!(screen(&board)[0].contains("3 functions, 2 with a VMM, 2 failed"));
+        assert!(screen(&view)[0].contains("3 functions, 2 with a VMM, 2 failed"));
     }
 
     #[test]
     fn drives_have_the_sums_of_their_functions() {
-        let mut board = view_with_samples(TopSubject::Functions);
-        board.handle_command(TopCommand::Subject);
-        assert_eq!(names(&board), ["0000:01:00.0", "memory:1G"]);
-        assert_eq!(board.rows[0].iops, 215_800.0);
-        assert_eq!(board.rows[0].p99(), Some(96.0));
-        let screen = screen(&board);
+        let mut view = view_with_samples(TopSubject::Functions);
+        view.handle_command(TopCommand::Subject);
+        assert_eq!(names(&view), ["0000:01:00.0", "memory:1G"]);
+        assert_eq!(view.rows[0].iops, 215_800.0);
+        assert_eq!(view.rows[0].p99(), Some(96.0));
+        let screen = screen(&view);
         assert!(
             screen
                 .iter()
@@ -681,45 +678,45 @@ mod tests {
 
     #[test]
     fn while_paused_or_without_a_server_the_last_values_stay() {
-        let mut board = TopView::new(TopSubject::Functions, TopColumn::Iops);
-        assert!(screen(&board).join("\n").contains("Counting"));
+        let mut view = TopView::new(TopSubject::Functions, TopColumn::Iops);
+        assert!(screen(&view).join("\n").contains("Counting"));
         for second in 0..2 {
             let mut idle = sample(second);
             idle.stats.pollers.clear();
-            board.add_sample(Ok(idle));
+            view.add_sample(Ok(idle));
         }
-        assert!(screen(&board)[5].contains("pollers: 0.00 processors busy, 0.00 spinning"));
-        board.add_sample(Ok(sample(0)));
-        board.add_sample(Ok(sample(1)));
-        board.handle_command(TopCommand::Pause);
-        board.add_sample(Ok(sample(2)));
-        assert_eq!(board.rows[0].iops, 210_000.0);
-        assert!(screen(&board)[0].ends_with("PAUSED"));
-        board.handle_command(TopCommand::Pause);
-        board.add_sample(Err("No server answers".to_owned()));
-        assert_eq!(screen(&board)[0], "No server answers");
-        assert_eq!(board.rows[0].iops, 210_000.0);
+        assert!(screen(&view)[5].contains("pollers: 0.00 processors busy, 0.00 spinning"));
+        view.add_sample(Ok(sample(0)));
+        view.add_sample(Ok(sample(1)));
+        view.handle_command(TopCommand::Pause);
+        view.add_sample(Ok(sample(2)));
+        assert_eq!(view.rows[0].iops, 210_000.0);
+        assert!(screen(&view)[0].ends_with("PAUSED"));
+        view.handle_command(TopCommand::Pause);
+        view.add_sample(Err("No server answers".to_owned()));
+        assert_eq!(screen(&view)[0], "No server answers");
+        assert_eq!(view.rows[0].iops, 210_000.0);
         // The server was restarted, so its counters start from zero.
-        board.add_sample(Ok(TopSample {
+        view.add_sample(Ok(TopSample {
             taken_at: Duration::from_secs(9),
             ..sample(0)
         }));
-        assert_eq!(board.rows[0].iops, 0.0);
-        assert!(screen(&board)[0].starts_with("nvme-mpt  2001-09-09T01:46:40Z"));
+        assert_eq!(view.rows[0].iops, 0.0);
+        assert!(screen(&view)[0].starts_with("nvme-mpt  2001-09-09T01:46:40Z"));
     }
 
     #[test]
     fn rows_scroll_and_no_screen_is_too_small() {
-        let mut board = view_with_samples(TopSubject::Functions);
-        board.handle_command(TopCommand::Scroll(2));
-        assert!(!screen(&board).iter().any(|line| line.contains("db-1")));
-        board.handle_command(TopCommand::Scroll(9));
-        assert_eq!(board.first_row, 2);
-        board.handle_command(TopCommand::Scroll(-9));
-        assert_eq!(board.first_row, 0);
+        let mut view = view_with_samples(TopSubject::Functions);
+        view.handle_command(TopCommand::Scroll(2));
+        assert!(!screen(&view).iter().any(|line| line.contains("db-1")));
+        view.handle_command(TopCommand::Scroll(9));
+        assert_eq!(view.first_row, 2);
+        view.handle_command(TopCommand::Scroll(-9));
+        assert_eq!(view.first_row, 0);
         for (width, height) in [(1, 1), (10, 3), (40, 7)] {
             let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-            terminal.draw(|frame| board.draw(frame)).unwrap();
+            terminal.draw(|frame| view.draw(frame)).unwrap();
         }
     }
 

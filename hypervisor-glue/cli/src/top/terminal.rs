@@ -55,29 +55,29 @@ fn take_sample(control: &Path) -> Result<TopSample, ControlError> {
 /// The server does not answer, or the table cannot be printed.
 pub fn run_once(
     control: &Path,
-    mut board: TopView,
+    mut view: TopView,
     interval: Duration,
     out: &mut dyn Write,
 ) -> Result<(), TopError> {
-    board.add_sample(Ok(take_sample(control)?));
+    view.add_sample(Ok(take_sample(control)?));
     clock::sleep(interval);
-    board.add_sample(Ok(take_sample(control)?));
-    write!(out, "{}", board.table()).map_err(TopError::Print)
+    view.add_sample(Ok(take_sample(control)?));
+    write!(out, "{}", view.table()).map_err(TopError::Print)
 }
 
 /// Shows the display in the terminal until the user quits.
 ///
 /// # Errors
 /// The server does not answer, or the terminal cannot be used.
-pub fn run(control: PathBuf, mut board: TopView, interval: Duration) -> Result<(), TopError> {
+pub fn run(control: PathBuf, mut view: TopView, interval: Duration) -> Result<(), TopError> {
     if !io::stdout().is_terminal() {
         return Err(TopError::NoTerminal);
     }
     // The first sample precedes any change of the screen, so that an error is printed normally.
-    board.add_sample(Ok(take_sample(&control)?));
+    view.add_sample(Ok(take_sample(&control)?));
     let samples = poll_server(control, interval).map_err(TopError::Thread)?;
     let mut terminal = ratatui::try_init().map_err(TopError::Terminal)?;
-    let shown = run_loop(&mut terminal, &mut board, &samples);
+    let shown = run_loop(&mut terminal, &mut view, &samples);
     ratatui::restore();
     shown.map_err(TopError::Terminal)
 }
@@ -105,14 +105,14 @@ fn poll_server(
 
 fn run_loop(
     terminal: &mut ratatui::DefaultTerminal,
-    board: &mut TopView,
+    view: &mut TopView,
     samples: &Receiver<Result<TopSample, String>>,
 ) -> io::Result<()> {
     let mut changed = true;
     loop {
         match samples.try_recv() {
             Ok(sample) => {
-                board.add_sample(sample);
+                view.add_sample(sample);
                 changed = true;
             }
             Err(TryRecvError::Empty) => {}
@@ -121,7 +121,7 @@ fn run_loop(
             }
         }
         if changed {
-            terminal.draw(|frame| board.draw(frame))?;
+            terminal.draw(|frame| view.draw(frame))?;
             changed = false;
         }
         if event::poll(POLL_INTERVAL)? {
@@ -131,7 +131,7 @@ fn run_loop(
             {
                 match key_action(key) {
                     KeyAction::End => return Ok(()),
-                    KeyAction::Press(key) => board.handle_command(key),
+                    KeyAction::Press(key) => view.handle_command(key),
                     KeyAction::None => {}
                 }
             }

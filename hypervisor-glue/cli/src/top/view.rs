@@ -85,7 +85,7 @@ impl TopView {
             head += "  PAUSED";
         }
         match &self.sample_error {
-            Some(trouble) => trouble.replace('\n', ";"),
+            Some(failure) => failure.replace('\n', ";"),
             None => head,
         }
     }

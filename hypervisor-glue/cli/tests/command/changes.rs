@@ -44,8 +44,8 @@ pub(crate) fn list(bench: &Bench) -> Vec<(String, String, String)> {
     entries.collect()
 }
 
-fn entry(id: &str, origin: &str, state: &str) -> (String, String, String) {
-    (id.to_owned(), origin.to_owned(), state.to_owned())
+fn entry(id: &str, source: &str, state: &str) -> (String, String, String) {
+    (id.to_owned(), source.to_owned(), state.to_owned())
 }
 
 /// Starts the server with a configuration file of functions and drives.
@@ -207,11 +207,11 @@ fn a_stored_function_that_fails_blocks_no_other() {
     assert!(status.success());
 
     // A stored function with invalid options does not prevent other functions from being served.
-    let kept = bench.path("one.control.functions.toml");
-    let text = fs::read_to_string(&kept).unwrap();
+    let stored_file = bench.path("one.control.functions.toml");
+    let text = fs::read_to_string(&stored_file).unwrap();
     let text = text
         + "\n[[function]]\nsocket = \"/c.sock\"\npath = \"null:1G\"\nprofile = \"/gone.toml\"\n";
-    fs::write(&kept, text).unwrap();
+    fs::write(&stored_file, text).unwrap();
     let server = bench.serve("one", &[]).unwrap();
     assert_eq!(list(&bench)[2], entry("/c.sock", "added", "failed"));
     ask(&bench, "remove", &["/c.sock"]).unwrap();
@@ -240,7 +240,7 @@ fn a_function_that_cannot_be_added_changes_nothing() {
             &["socket=a.sock,path=drive.img,range=0+16M,id=a,lba=512"],
         )
         .unwrap();
-    for (options, complaint) in [
+    for (options, message) in [
         (
             "socket=a.sock,path=memory:1M",
             "Two functions have the socket",
@@ -273,7 +273,7 @@ fn a_function_that_cannot_be_added_changes_nothing() {
         ("path=memory:1M", "Option \"socket\" is missing"),
     ] {
         let error = ask(&bench, "add", &[options]).unwrap_err();
-        assert!(error.contains(complaint), "{options}: {error}");
+        assert!(error.contains(message), "{options}: {error}");
         assert!(!exists(&bench.path("b.sock")), "{options}");
         assert_eq!(list(&bench), [entry("a", "command-line", "waiting")]);
         assert_eq!(bench.leases().len(), 1, "{options}");
@@ -478,7 +478,7 @@ fn limits_change_under_a_guest_and_are_restored() {
     );
     assert_eq!(ask(&bench, "reload", &[]).unwrap(), "Unchanged: 1\n");
     client.region_read(0, 8, &mut [0; 4]).unwrap();
-    for (id, limits, complaint) in [
+    for (id, limits, message) in [
         ("c", "iops=1", "no function \"c\""),
         ("a", "iops=1K", "as in 20000"),
         ("a", "queues=1", "the options are iops, bandwidth, weight"),
@@ -486,7 +486,7 @@ fn limits_change_under_a_guest_and_are_restored() {
         ("a", "iops=7,weight=300", "only a physical drive"),
     ] {
         let error = ask(&bench, "limit", &[id, limits]).unwrap_err();
-        assert!(error.contains(complaint), "{error}");
+        assert!(error.contains(message), "{error}");
     }
     server.stop();
 }
@@ -504,7 +504,7 @@ fn a_file_with_one_bad_function_changes_nothing() {
     assert_eq!(bench.leases(), []);
 
     let server = serve_file(&bench, &format!("{a}{b}")).unwrap();
-    for (bad, complaint) in [
+    for (bad, message) in [
         (bad, "choose ranges that do not overlap"),
         (function("d", "60M+16M"), "the longest range from there"),
         (
@@ -518,11 +518,11 @@ fn a_file_with_one_bad_function_changes_nothing() {
         // The new file has no b, and a is unchanged.
         fs::write(bench.path("serve.toml"), format!("{a}{bad}")).unwrap();
         let error = ask(&bench, "reload", &[]).unwrap_err();
-        assert!(error.contains(complaint), "{complaint}: {error}");
+        assert!(error.contains(message), "{message}: {error}");
         let mut left = list(&bench);
         left.sort();
         let expected = [entry("a", "file", "waiting"), entry("b", "file", "waiting")];
-        assert_eq!(left, expected, "{complaint}");
+        assert_eq!(left, expected, "{message}");
         let mut client = Client::new(&bench.path("b.sock")).unwrap();
         client.region_read(0, 8, &mut [0; 4]).unwrap();
         client.shutdown().unwrap();
@@ -680,11 +680,12 @@ fn a_wipe_that_is_killed_in_the_middle_is_done_by_the_next_server() {
     }
     // The release reports that the lease no longer exists, and that its data belongs to a previous owner.
     let released = bench.run("leases", &["release", "b"]);
-    let told = String::from_utf8(released.stdout).unwrap();
-    assert!(released.status.success(), "{told}");
+    let stdout = String::from_utf8(released.stdout).unwrap();
+    assert!(released.status.success(), "{stdout}");
     assert!(
-        told.starts_with("Released b: range 0+512M") && told.contains("b left no data of its own"),
-        "{told}"
+        stdout.starts_with("Released b: range 0+512M")
+            && stdout.contains("b left no data of its own"),
+        "{stdout}"
     );
     let refused = ask(&bench, "add", &[&quick("b", "")]).unwrap_err();
     assert!(refused.contains("data=wipe"), "{refused}");
@@ -730,10 +731,10 @@ fn a_wipe_at_the_start_ends_with_a_signal() {
 
 /// Returns the number of open files, threads and mappings of a process, and its resident bytes.
 fn holdings(server: &Server) -> [u64; 4] {
-    let folder = PathBuf::from(format!("/proc/{}", server.pid()));
-    let entries = |name: &str| folder.join(name).read_dir().unwrap().count() as u64;
-    let maps = fs::read_to_string(folder.join("maps")).unwrap();
-    let statm = fs::read_to_string(folder.join("statm")).unwrap();
+    let dir = PathBuf::from(format!("/proc/{}", server.pid()));
+    let entries = |name: &str| dir.join(name).read_dir().unwrap().count() as u64;
+    let maps = fs::read_to_string(dir.join("maps")).unwrap();
+    let statm = fs::read_to_string(dir.join("statm")).unwrap();
     let resident: u64 = statm.split(' ').nth(1).unwrap().parse().unwrap();
     let maps = maps.lines().count() as u64;
     [entries("fd"), entries("task"), maps, resident * 4096]
@@ -760,7 +761,7 @@ fn a_thousand_functions_leave_nothing_behind() {
     let server = bench
         .serve("one", &["socket=z.sock,path=drive.img,range=32M+32M,id=z"])
         .unwrap();
-    let mut beside = Client::new(&bench.path("z.sock")).unwrap();
+    let mut other_client = Client::new(&bench.path("z.sock")).unwrap();
     let control = bench.path("one.control");
     let socket = bench.path("a.sock");
     let drive = bench.path("drive.img");
@@ -777,7 +778,7 @@ fn a_thousand_functions_leave_nothing_behind() {
             change(&control, &FunctionChange::Add { options });
             let mut client = Client::new(&socket).unwrap();
             client.region_read(0, 8, &mut [0; 4]).unwrap();
-            beside.region_read(0, 8, &mut [0; 4]).unwrap();
+            other_client.region_read(0, 8, &mut [0; 4]).unwrap();
             let remove = FunctionChange::Remove {
                 id: format!("a{number}"),
                 force: true,
@@ -802,7 +803,7 @@ fn a_thousand_functions_leave_nothing_behind() {
         );
         thread::sleep(Duration::from_millis(100));
     }
-    drop(beside);
+    drop(other_client);
     server.stop();
 }
 

@@ -66,9 +66,9 @@ struct HeldResources {
 
 impl HeldResources {
     fn of_server(server: &Server) -> Self {
-        let folder = Path::new("/proc").join(server.pid().to_string());
-        let entries = |name: &str| folder.join(name).read_dir().unwrap().count();
-        let text = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
+        let dir = Path::new("/proc").join(server.pid().to_string());
+        let entries = |name: &str| dir.join(name).read_dir().unwrap().count();
+        let text = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
         let status = text("status");
         let memory = status.lines().find(|line| line.starts_with("RssAnon:"));
         let memory = memory.and_then(|line| line.split_whitespace().nth(1));
@@ -178,7 +178,7 @@ struct Page([u8; PIECE]);
 
 /// Probe of the disk: writes to its own file with direct I/O, as the server does, until the phase is [`ENDED`]. Returns the
 /// longest duration of a write.
-fn witness(path: &Path, phase: &AtomicU8) -> Duration {
+fn probe_server(path: &Path, phase: &AtomicU8) -> Duration {
     let mut options = File::options();
     options.write(true).create(true);
     let direct = options.custom_flags(libc::O_DIRECT).open(path);
@@ -202,13 +202,13 @@ fn stop(server: Server, longest: Duration) {
     let (status, log) = server.signal("TERM");
     assert!(status.success(), "{status}: {log}");
     let is_of_kept = |line: &&str| STUCK_MESSAGES.iter().any(|message| line.contains(message));
-    let (kept, others): (Vec<&str>, Vec<&str>) = log.lines().partition(is_of_kept);
+    let (expected_lines, others): (Vec<&str>, Vec<&str>) = log.lines().partition(is_of_kept);
     assert!(others.is_empty(), "{log}");
     assert!(
-        kept.is_empty() || longest >= STUCK_WRITE_MIN,
+        expected_lines.is_empty() || longest >= STUCK_WRITE_MIN,
         "another process's writes took {longest:.1?} at most, and the server logged:\n{log}"
     );
-    if !kept.is_empty() {
+    if !expected_lines.is_empty() {
         println!(
             "The disk kept another process's write for {longest:.1?}, and the server's, too:\n{log}"
         );
@@ -285,9 +285,9 @@ impl<'a> Churn<'a> {
         let deadline = Instant::now() + TIMEOUT;
         let remove = FunctionChange::Remove { id, force: false };
         while let Err(error) = self.change(&remove) {
-            let told = error.to_string();
-            assert!(told.contains("A VMM is connected"), "{told}");
-            assert!(Instant::now() < deadline, "{told}");
+            let message = error.to_string();
+            assert!(message.contains("A VMM is connected"), "{message}");
+            assert!(Instant::now() < deadline, "{message}");
             thread::sleep(Duration::from_micros(20));
         }
     }
@@ -326,13 +326,13 @@ fn check_ledger(bench: &Bench, last: usize) {
     await_leases(bench, &["load"]);
     let ledger = fs::read(bench.path("state/leases.json")).unwrap();
     let ledger: serde_json::Value = serde_json::from_slice(&ledger).unwrap();
-    let tenants = ledger["tenants"].as_array().unwrap().iter();
-    let mut tenants: Vec<&str> = tenants.map(|of| of["id"].as_str().unwrap()).collect();
-    tenants.sort_unstable();
+    let owners = ledger["tenants"].as_array().unwrap().iter();
+    let mut owners: Vec<&str> = owners.map(|of| of["id"].as_str().unwrap()).collect();
+    owners.sort_unstable();
     let (vfio_user, vmm) = (format!("v{last}"), format!("w{last}"));
-    assert_eq!(tenants, ["load", &vfio_user, &vmm]);
-    let terms: Vec<&String> = ledger["terms"].as_object().unwrap().keys().collect();
-    assert_eq!(terms, [&vmm]);
+    assert_eq!(owners, ["load", &vfio_user, &vmm]);
+    let settings: Vec<&String> = ledger["terms"].as_object().unwrap().keys().collect();
+    assert_eq!(settings, [&vmm]);
     let added = fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
     assert!(!added.contains("[[function]]"), "{added}");
     let sockets = bench.path("state/servers").read_dir().unwrap();
@@ -358,7 +358,7 @@ fn run_churn(count: usize, compares: bool) {
     let witnessed = bench.path("witness");
     let (before, after, took, latencies, longest) = thread::scope(|scope| {
         let load = scope.spawn(|| load(&socket, &phase));
-        let witness = scope.spawn(|| witness(&witnessed, &phase));
+        let probe = scope.spawn(|| probe_server(&witnessed, &phase));
         // Dropped if an assertion below fails, which ends the load.
         let _end = EndLoadGuard(&phase);
         churn.rounds(0..WARM_UP);
@@ -373,9 +373,9 @@ fn run_churn(count: usize, compares: bool) {
         if compares {
             let other = Bench::new();
             let other_server = other.serve("one", &[function]).unwrap();
-            let elsewhere = Churn::new(&other);
+            let second_churn = Churn::new(&other);
             phase.store(ELSEWHERE, Ordering::Relaxed);
-            elsewhere.rounds(0..count);
+            second_churn.rounds(0..count);
             phase.store(ALONE, Ordering::Relaxed);
             // The load alone is measured for at most 10 s.
             thread::sleep(took.min(Duration::from_secs(10)));
@@ -383,7 +383,7 @@ fn run_churn(count: usize, compares: bool) {
             second = Some((other_server, other));
         }
         phase.store(ENDED, Ordering::Relaxed);
-        let longest = witness.join().unwrap();
+        let longest = probe.join().unwrap();
         // The directory of the second server must exist until the server has ended.
         if let Some((server, _bench)) = second {
             stop(server, longest);

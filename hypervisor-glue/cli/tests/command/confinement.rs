@@ -90,33 +90,33 @@ fn a_filter_can_be_left_out_and_can_log_alone() {
     }
     let mut serve = bench.serve_command("one", &FUNCTIONS);
     let refused = serve.args(["--seccomp", "off"]).output().unwrap();
-    let told = String::from_utf8(refused.stderr).unwrap();
-    assert!(told.contains("use true, false or log"), "{told}");
+    let stderr = String::from_utf8(refused.stderr).unwrap();
+    assert!(stderr.contains("use true, false or log"), "{stderr}");
 }
 
 #[test]
 fn the_next_server_inherits_the_filter_and_adds_none() {
     let bench = Bench::new();
-    let kept = SupervisedServer::start(&bench, &FUNCTIONS);
+    let supervised = SupervisedServer::start(&bench, &FUNCTIONS);
     for _ in 0..3 {
-        assert_filtered(&kept.server_pid().unwrap());
-        kept.upgrade(&bench);
+        assert_filtered(&supervised.server_pid().unwrap());
+        supervised.upgrade(&bench);
     }
-    assert_filtered(&kept.server_pid().unwrap());
+    assert_filtered(&supervised.server_pid().unwrap());
     // The supervisor has no filter, so the server that it starts inherits none.
-    kept.kill_server();
-    assert_filtered(&kept.server_pid().unwrap());
-    kept.stop();
+    supervised.kill_server();
+    assert_filtered(&supervised.server_pid().unwrap());
+    supervised.stop();
 }
 
 /// Creates a directory with an image and a profile. No Landlock rule of a server gives access to this directory.
 fn outside() -> TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    let image = File::create(folder.path().join("outside.img")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let image = File::create(dir.path().join("outside.img")).unwrap();
     image.set_len(1 << 20).unwrap();
     let profile = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../resources/drives/nvm.toml");
-    fs::copy(profile, folder.path().join("profile.toml")).unwrap();
-    folder
+    fs::copy(profile, dir.path().join("profile.toml")).unwrap();
+    dir
 }
 
 /// Returns whether the log says that Landlock confines the server.
@@ -134,35 +134,38 @@ fn is_restricted(log: &str) -> bool {
 
 /// Asserts that Landlock refuses an `add`, and that the message names the rule that would allow it.
 fn assert_refused(bench: &Bench, options: &str, path: &Path, rule: &str) {
-    let told = bench.ask("add", &[options]).unwrap_err();
+    let message = bench.ask("add", &[options]).unwrap_err();
     let refused = format!("Landlock denies this server {}", path.display());
-    assert!(told.contains(&refused), "{told}");
-    assert!(told.contains(&format!("--landlock-rules {rule}")), "{told}");
-    assert!(told.contains("Permission denied"), "{told}");
+    assert!(message.contains(&refused), "{message}");
+    assert!(
+        message.contains(&format!("--landlock-rules {rule}")),
+        "{message}"
+    );
+    assert!(message.contains("Permission denied"), "{message}");
 }
 
 #[test]
 fn landlock_refuses_files_that_no_rule_names() {
     let (bench, outside) = (Bench::new(), outside());
-    let folder = outside.path().display();
-    let rule = format!("path={folder},access=rw");
+    let dir = outside.path().display();
+    let rule = format!("path={dir},access=rw");
     let mut serve = bench.serve_command("one", &FUNCTIONS);
     serve.args(["--landlock", "--log", "info"]);
     let server = Server::start(serve).unwrap();
 
     let image = outside.path().join("outside.img");
     let add = format!("socket=d.sock,path={},id=d", image.display());
-    let elsewhere = format!("socket={folder}/d.sock,path=memory:2M,id=d");
-    let profile = format!("socket=d.sock,path=memory:2M,id=d,profile={folder}/profile.toml");
+    let outside_options = format!("socket={dir}/d.sock,path=memory:2M,id=d");
+    let profile = format!("socket=d.sock,path=memory:2M,id=d,profile={dir}/profile.toml");
     let is_enforced = bench.ask("add", &[&add]).is_err();
     if is_enforced {
         assert_refused(&bench, &add, &image, &rule);
-        assert_refused(&bench, &elsewhere, outside.path(), &rule);
-        let readable = format!("path={folder},access=r");
+        assert_refused(&bench, &outside_options, outside.path(), &rule);
+        let readable = format!("path={dir},access=r");
         assert_refused(&bench, &profile, outside.path(), &readable);
         let reserve = format!("owner=0,path={},id=r,size=1M", image.display());
-        let told = bench.ask("reserve", &[&reserve]).unwrap_err();
-        assert!(told.contains("Landlock denies"), "{told}");
+        let message = bench.ask("reserve", &[&reserve]).unwrap_err();
+        assert!(message.contains("Landlock denies"), "{message}");
     }
     // Files beside the server's own files are allowed, and existing functions work.
     let image = File::create(bench.path("inside.img")).unwrap();
@@ -201,32 +204,32 @@ fn landlock_rules_apply_to_the_next_server() {
     fs::write(bench.path("serve.toml"), "").unwrap();
     let mut serve = bench.serve_command("one", &FUNCTIONS);
     serve.args(["--landlock", "--log", "info", "--config", "serve.toml"]);
-    let kept = SupervisedServer::start_command(&bench, &["--delay", "0"], &serve);
+    let supervised = SupervisedServer::start_command(&bench, &["--delay", "0"], &serve);
     let image = outside.path().join("outside.img");
     let add = format!("socket=d.sock,path={},id=d", image.display());
-    if is_restricted(&kept.log()) {
-        let folder = outside.path().display();
-        let rule = format!("path={folder},access=rw");
+    if is_restricted(&supervised.log()) {
+        let dir = outside.path().display();
+        let rule = format!("path={dir},access=rw");
         assert_refused(&bench, &add, &image, &rule);
-        let table = format!("[[landlock-rule]]\npath = \"{folder}\"\naccess = \"rw\"\n");
+        let table = format!("[[landlock-rule]]\npath = \"{dir}\"\naccess = \"rw\"\n");
         fs::write(bench.path("serve.toml"), table).unwrap();
         bench.ask("reload", &[]).unwrap();
         assert_refused(&bench, &add, &image, &rule);
         // More upgrades than the 16 layers of Landlock rules that the kernel allows.
         for _ in 0..17 {
-            kept.upgrade(&bench);
+            supervised.upgrade(&bench);
         }
-        let told = bench.ask("add", &[&add]).unwrap_err();
-        assert!(told.contains("Permission denied"), "{told}");
+        let message = bench.ask("add", &[&add]).unwrap_err();
+        assert!(message.contains("Permission denied"), "{message}");
         // The supervisor starts a new server, which inherits no rules.
-        kept.kill_server();
+        supervised.kill_server();
     }
     bench.ask("add", &[&add]).unwrap();
-    kept.upgrade(&bench);
-    kept.kill_server();
+    supervised.upgrade(&bench);
+    supervised.kill_server();
     let listed = bench.ask("list", &[]).unwrap();
     assert!(!listed.contains("failed"), "{listed}");
-    kept.stop();
+    supervised.stop();
 }
 
 #[test]
@@ -237,28 +240,28 @@ fn the_program_of_an_upgrade_needs_a_rule_as_well() {
     let program = program.to_str().unwrap();
     let mut serve = bench.serve_command("one", &FUNCTIONS);
     serve.args(["--landlock", "--log", "info"]);
-    let kept = SupervisedServer::start_command(&bench, &["--delay", "0"], &serve);
-    if is_restricted(&kept.log()) {
-        let told = bench.ask("upgrade", &["--binary", program]).unwrap_err();
+    let supervised = SupervisedServer::start_command(&bench, &["--delay", "0"], &serve);
+    if is_restricted(&supervised.log()) {
+        let message = bench.ask("upgrade", &["--binary", program]).unwrap_err();
         assert!(
-            told.contains(&format!("Landlock denies this server {program} (rx)")),
-            "{told}"
+            message.contains(&format!("Landlock denies this server {program} (rx)")),
+            "{message}"
         );
     }
-    kept.upgrade(&bench);
-    kept.stop();
+    supervised.upgrade(&bench);
+    supervised.stop();
 
     let rule = format!("path={},access=rx", outside.path().display());
     serve.args(["--landlock-rules", &rule]);
-    let kept = SupervisedServer::start_command(&bench, &["--delay", "0"], &serve);
+    let supervised = SupervisedServer::start_command(&bench, &["--delay", "0"], &serve);
     bench.ask("upgrade", &["--binary", program]).unwrap();
-    kept.stop();
+    supervised.stop();
 }
 
 #[test]
 fn an_invalid_rule_is_refused_and_a_rule_for_an_absent_path_is_named() {
     let bench = Bench::new();
-    for (arguments, complaint) in [
+    for (arguments, message) in [
         (
             &["--landlock", "--landlock-rules", "path=.,access=ro"][..],
             "use letters of rwx",
@@ -268,8 +271,8 @@ fn an_invalid_rule_is_refused_and_a_rule_for_an_absent_path_is_named() {
         let mut serve = bench.serve_command("one", &FUNCTIONS);
         let output = serve.args(arguments).output().unwrap();
         assert!(!output.status.success());
-        let told = String::from_utf8(output.stderr).unwrap();
-        assert!(told.contains(complaint), "{told}");
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(stderr.contains(message), "{stderr}");
     }
     // When a supervisor starts the next server, a directory that a rule names may have been removed.
     let mut serve = bench.serve_command("one", &FUNCTIONS);

@@ -58,8 +58,8 @@ fn the_text_report_has_all_content_of_the_json_report() {
             assert!(text.contains(part), "{part}: {text}");
         }
     }
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert!(told.contains("Problems found: "), "{told}");
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(stderr.contains("Problems found: "), "{stderr}");
 }
 
 #[test]
@@ -138,14 +138,14 @@ fn a_served_drive_is_not_tried_out() {
 #[test]
 fn trial_options_are_refused_without_a_trial() {
     let bench = Bench::new();
-    for (arguments, told) in [
+    for (arguments, message) in [
         (&["drive.img"][..], "drive.img is not a PCI address"),
         (&["--scratch", "1"], "<DRIVE>"),
         (&["0000:01:00.0", "--yes"], "--scratch <NSID>"),
     ] {
         let output = bench.run("doctor", arguments);
         assert!(!output.status.success());
-        let complaint = String::from_utf8(output.stderr).unwrap();
-        assert!(complaint.contains(told), "{complaint}");
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(stderr.contains(message), "{stderr}");
     }
 }

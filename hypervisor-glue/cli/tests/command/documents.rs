@@ -24,8 +24,8 @@ fn documents() -> Vec<(PathBuf, String)> {
         root.join("SECURITY.md"),
         root.join("hypervisor-glue/cloud-hypervisor/README.md"),
     ];
-    for folder in ["docs", "docs/decisions"] {
-        let pages = root.join(folder).read_dir().unwrap();
+    for dir in ["docs", "docs/decisions"] {
+        let pages = root.join(dir).read_dir().unwrap();
         paths.extend(pages.map(|entry| entry.unwrap().path()));
     }
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "md"));
@@ -49,12 +49,12 @@ fn prose(text: &str) -> impl Iterator<Item = &str> {
 /// Returns the anchor that GitHub makes for a heading.
 fn anchor(heading: &str) -> String {
     let heading = heading.trim_start_matches('#').trim().to_lowercase();
-    let kept = heading.chars().filter_map(|c| match c {
+    let slug = heading.chars().filter_map(|c| match c {
         ' ' => Some('-'),
         c if c.is_alphanumeric() || c == '-' || c == '_' => Some(c),
         _ => None,
     });
-    kept.collect()
+    slug.collect()
 }
 
 /// Returns the targets of all links and pictures, including links whose text spans lines.
@@ -103,8 +103,8 @@ fn links_lead_to_files_and_headings_that_exist() {
             if heading.is_empty() {
                 continue;
             }
-            let there = fs::read_to_string(&target).unwrap();
-            let mut headings = prose(&there).filter(|line| line.starts_with('#'));
+            let target_text = fs::read_to_string(&target).unwrap();
+            let mut headings = prose(&target_text).filter(|line| line.starts_with('#'));
             assert!(
                 headings.any(|line| anchor(line) == heading),
                 "{}: no heading for {link}",
@@ -134,16 +134,16 @@ fn packaged_files() -> BTreeSet<PathBuf> {
         else {
             continue;
         };
-        let (folder, pattern) = source.rsplit_once('/').unwrap_or(("", source));
-        assert_eq!(folder, target.trim_end_matches('/'), "{asset}");
+        let (dir, pattern) = source.rsplit_once('/').unwrap_or(("", source));
+        assert_eq!(dir, target.trim_end_matches('/'), "{asset}");
         let (start, end) = pattern.split_once('*').unwrap_or((pattern, pattern));
         let end = end.trim_start_matches(".*");
         let before = files.len();
-        for entry in workspace().join(folder).read_dir().unwrap() {
+        for entry in workspace().join(dir).read_dir().unwrap() {
             let entry = entry.unwrap();
             let name = entry.file_name().into_string().unwrap();
             if name.starts_with(start) && name.ends_with(end) && entry.path().is_file() {
-                files.insert(Path::new(folder).join(name));
+                files.insert(Path::new(dir).join(name));
             }
         }
         assert!(files.len() > before, "{asset} has no file");
@@ -238,9 +238,9 @@ fn the_table_of_options_and_the_help_have_the_keys_of_the_parser() {
 
 /// Returns the pages of decisions with their text.
 fn decisions() -> Vec<(PathBuf, String)> {
-    let folder = workspace().join("docs/decisions");
+    let dir = workspace().join("docs/decisions");
     let mut pages = documents();
-    pages.retain(|(path, _)| path.starts_with(&folder) && !path.ends_with("README.md"));
+    pages.retain(|(path, _)| path.starts_with(&dir) && !path.ends_with("README.md"));
     pages.sort();
     pages
 }
@@ -292,8 +292,8 @@ fn files_named_for_newcomers_exist() {
 }
 
 /// Appends the sources of all tests and their file names.
-fn sources(folder: &Path, names: &mut String) {
-    for entry in folder.read_dir().unwrap() {
+fn sources(dir: &Path, names: &mut String) {
+    for entry in dir.read_dir().unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap_or_default();
         if path.is_dir() && name != "target" && name != ".git" {
@@ -360,7 +360,7 @@ fn tests_that_documents_name_exist() {
 }
 
 /// Returns the directories that `docs/neighbours.md` abbreviates by letters, each with its letter.
-fn folders(page: &str) -> Vec<(String, String)> {
+fn dirs(page: &str) -> Vec<(String, String)> {
     let paths = page
         .lines()
         .skip_while(|line| !line.contains("Paths:"))
@@ -375,8 +375,8 @@ fn folders(page: &str) -> Vec<(String, String)> {
 #[test]
 fn files_named_on_the_neighbours_page_contain_its_tests() {
     let page = fs::read_to_string(workspace().join("docs/neighbours.md")).unwrap();
-    let folders = folders(&page);
-    assert_eq!(folders.len(), 8);
+    let dirs = dirs(&page);
+    assert_eq!(dirs.len(), 8);
     let mut checked = 0;
     for line in page.lines().filter(|line| line.starts_with('|')) {
         let mut file = None;
@@ -389,9 +389,9 @@ fn files_named_on_the_neighbours_page_contain_its_tests() {
                 None => continue,
             };
             if let Some(path) = path {
-                let long = folders.iter().find_map(|(letter, folder)| {
-                    Some(format!("{folder}{}", path.strip_prefix(letter)?))
-                });
+                let long = dirs
+                    .iter()
+                    .find_map(|(letter, dir)| Some(format!("{dir}{}", path.strip_prefix(letter)?)));
                 let path = workspace().join(long.unwrap_or(path));
                 file = Some(fs::read_to_string(&path).unwrap_or_else(|error| {
                     panic!("{}: {error}", path.display());

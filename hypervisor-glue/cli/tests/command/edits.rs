@@ -212,7 +212,7 @@ fn no_client_loses_its_drive(seed: u64, steps: usize) {
         installed
     };
     let options = ["--deaths", "100000", "--delay", "0"];
-    let kept = SupervisedServer::start_command(&bench, &options, &serve);
+    let supervised = SupervisedServer::start_command(&bench, &options, &serve);
     let added = "path=memory:4M,socket=d.sock,id=d";
     bench.ask("add", &[added]).unwrap();
     let mut guests = ["a", "b", "c", "d"].map(|id| Guest::connect(&bench, id));
@@ -226,13 +226,13 @@ fn no_client_loses_its_drive(seed: u64, steps: usize) {
                 "reload".to_owned()
             }
             5 => {
-                kept.upgrade(&bench);
+                supervised.upgrade(&bench);
                 "upgrade".to_owned()
             }
             6 => {
                 // The postinst script of the package reloads the unit, which upgrades the server.
                 install();
-                kept.upgrade(&bench);
+                supervised.upgrade(&bench);
                 "an upgrade of the package".to_owned()
             }
             7 => {
@@ -247,7 +247,7 @@ fn no_client_loses_its_drive(seed: u64, steps: usize) {
                 "add and remove".to_owned()
             }
             _ => {
-                kept.kill_server();
+                supervised.kill_server();
                 "SIGKILL".to_owned()
             }
         };
@@ -258,7 +258,7 @@ fn no_client_loses_its_drive(seed: u64, steps: usize) {
     let listed = bench.ask("list", &[]).unwrap();
     assert_eq!(listed.matches("connected").count(), 4, "{listed}");
     drop(guests);
-    kept.stop();
+    supervised.stop();
 }
 
 #[test]
@@ -286,7 +286,7 @@ fn functions_continue_after_an_edit_and_differences_are_reported_until_a_reload(
     write("0+8M");
     let mut serve = bench.serve_command("one", &[]);
     serve.args(["--config", "serve.toml"]);
-    let kept =
+    let supervised =
         SupervisedServer::start_command(&bench, &["--deaths", "100000", "--delay", "0"], &serve);
     let mut guest = Guest::connect(&bench, "a");
     let mut rng = Rng::new(7);
@@ -294,33 +294,37 @@ fn functions_continue_after_an_edit_and_differences_are_reported_until_a_reload(
     let upgrade = |arguments: &[&str]| {
         let control = ["--control", "one.control"];
         let output = bench.run("upgrade", &[&control, arguments].concat());
-        let complaint = String::from_utf8(output.stderr).unwrap();
-        (output.status.code(), complaint)
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        (output.status.code(), stderr)
     };
     assert_eq!(upgrade(&["--strict"]), (Some(0), String::new()));
     assert!(!list().contains("the file"), "{}", list());
     write("0+16M");
-    let marked = "pending: the file has another range";
-    assert!(list().contains(marked), "{}", list());
-    let (code, complaint) = upgrade(&[]);
+    let pending_note = "pending: the file has another range";
+    assert!(list().contains(pending_note), "{}", list());
+    let (code, error_message) = upgrade(&[]);
     let warning = "warning: Function a is served as before, but the file has another range";
-    assert_eq!(code, Some(0), "{complaint}");
-    assert!(complaint.contains(warning), "{complaint}");
+    assert_eq!(code, Some(0), "{error_message}");
+    assert!(error_message.contains(warning), "{error_message}");
     guest.check(&mut rng, "an upgrade");
-    let (code, complaint) = upgrade(&["--strict"]);
-    assert_eq!(code, Some(3), "{complaint}");
-    assert!(complaint.contains(warning), "{complaint}");
+    let (code, error_message) = upgrade(&["--strict"]);
+    assert_eq!(code, Some(3), "{error_message}");
+    assert!(error_message.contains(warning), "{error_message}");
     guest.check(&mut rng, "a strict upgrade");
-    kept.kill_server();
+    supervised.kill_server();
     guest.check(&mut rng, "a SIGKILL");
-    assert!(list().contains(marked), "{}", list());
-    let told = "Function a is served as before, but the file has another range: `nvme-mpt reload`";
-    assert!(kept.log().contains(told), "{}", kept.log());
+    assert!(list().contains(pending_note), "{}", list());
+    let message =
+        "Function a is served as before, but the file has another range: `nvme-mpt reload`";
+    assert!(supervised.log().contains(message), "{}", supervised.log());
     fs::write(bench.path("serve.toml"), "[[function").unwrap();
-    let (code, complaint) = upgrade(&["--strict"]);
-    assert_eq!(code, Some(3), "{complaint}");
-    assert!(complaint.contains("is not written in TOML"), "{complaint}");
-    kept.kill_server();
+    let (code, error_message) = upgrade(&["--strict"]);
+    assert_eq!(code, Some(3), "{error_message}");
+    assert!(
+        error_message.contains("is not written in TOML"),
+        "{error_message}"
+    );
+    supervised.kill_server();
     guest.check(&mut rng, "a broken file");
     write("0+16M");
     let refused = bench.ask("reload", &[]).unwrap_err();
@@ -330,15 +334,15 @@ fn functions_continue_after_an_edit_and_differences_are_reported_until_a_reload(
     let applied = bench.ask_until("reload", &["--force"], |_| true).unwrap();
     assert!(applied.contains("Changed: a"), "{applied}");
     assert!(!list().contains("the file"), "{}", list());
-    kept.kill_server();
+    supervised.kill_server();
     assert!(list().contains("0+16M"), "{}", list());
-    kept.stop();
+    supervised.stop();
 }
 
 #[test]
 fn a_function_of_a_whole_drive_that_grew_keeps_its_range() {
     let bench = Bench::new();
-    let kept = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
+    let supervised = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
     let mut guest = Guest::connect(&bench, "a");
     let mut rng = Rng::new(3);
     let drive = fs::File::options()
@@ -347,55 +351,56 @@ fn a_function_of_a_whole_drive_that_grew_keeps_its_range() {
     drive.unwrap().set_len(128 << 20).unwrap();
     for kills in [false, true, false] {
         match kills {
-            true => kept.kill_server(),
-            false => kept.upgrade(&bench),
+            true => supervised.kill_server(),
+            false => supervised.upgrade(&bench),
         }
         guest.check(&mut rng, "the drive grew");
         let listed = bench.ask("list", &[]).unwrap();
         assert!(listed.contains("0+64M"), "{listed}");
     }
     drop(guest);
-    kept.stop();
+    supervised.stop();
 }
 
 #[test]
 fn an_upgrade_is_refused_while_a_drives_path_names_another_file() {
     let bench = Bench::new();
-    let kept = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
+    let supervised = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
     let mut guest = Guest::connect(&bench, "a");
     let mut rng = Rng::new(4);
     let (path, aside) = (bench.path("drive.img"), bench.path("aside.img"));
     fs::rename(&path, &aside).unwrap();
-    for (what, told) in [
+    for (what, message) in [
         ("a rename", "No such file"),
         ("another file at its path", "its first byte was 0 of file:"),
     ] {
         let refused = bench.ask("upgrade", &[]).unwrap_err();
         assert!(
-            refused.contains(told) && refused.contains("drive.img does not lead to the open drive"),
+            refused.contains(message)
+                && refused.contains("drive.img does not lead to the open drive"),
             "{refused}"
         );
         guest.check(&mut rng, what);
         fs::write(&path, vec![0x5a; 64 << 20]).unwrap();
     }
     // A killed server cannot refuse to be replaced. Its successor waits for the drive, and gives the guest no other drive.
-    kept.kill_server();
+    supervised.kill_server();
     let listed = bench.ask("list", &[]).unwrap();
     assert!(listed.contains("failed"), "{listed}");
     fs::rename(&aside, &path).unwrap();
     let listed = bench.ask_until("list", &[], |listed| listed.contains("connected"));
     assert!(listed.as_ref().unwrap().contains("connected"), "{listed:?}");
     guest.check(&mut rng, "the death of its server without the drive's path");
-    kept.upgrade(&bench);
+    supervised.upgrade(&bench);
     guest.check(&mut rng, "an upgrade with the drive's path");
     drop(guest);
-    kept.stop();
+    supervised.stop();
 }
 
 #[test]
 fn a_function_that_cannot_be_stored_is_not_removed() {
     let bench = Bench::new();
-    let kept = SupervisedServer::start(&bench, &[]);
+    let supervised = SupervisedServer::start(&bench, &[]);
     bench
         .ask("add", &["path=memory:1M,socket=a.sock,id=a"])
         .unwrap();
@@ -411,5 +416,5 @@ fn a_function_that_cannot_be_stored_is_not_removed() {
     bench.ask("remove", &["a", "--force"]).unwrap();
     let listed = bench.ask("list", &[]).unwrap();
     assert!(listed.contains("No functions"), "{listed}");
-    kept.stop();
+    supervised.stop();
 }

@@ -164,10 +164,10 @@ fn stale_leases_can_be_released_and_held_ones_only_by_force() {
     );
     let released = bench.run("leases", &["release", "a"]);
     assert!(released.status.success(), "{released:?}");
-    let told = String::from_utf8(released.stdout).unwrap();
+    let stdout = String::from_utf8(released.stdout).unwrap();
     assert!(
-        told.ends_with("\nThe data of a is erased before another id gets 0+64M\n"),
-        "{told}"
+        stdout.ends_with("\nThe data of a is erased before another id gets 0+64M\n"),
+        "{stdout}"
     );
     assert_eq!(bench.leases(), []);
     let none = bench.run("leases", &["release", "none"]);
@@ -250,11 +250,11 @@ fn data_of_another_id_is_handed_over_or_wiped_only_on_request() {
     let of_first = serial(&server.printed);
     server.stop();
     let refused = bench.serve("two", &[other]).unwrap_err();
-    for said in ["data of lease \"a\" in 0+16M", "--keep-data", "--wipe"] {
-        assert!(refused.stderr.contains(said), "{}", refused.stderr);
+    for expected in ["data of lease \"a\" in 0+16M", "--keep-data", "--wipe"] {
+        assert!(refused.stderr.contains(expected), "{}", refused.stderr);
     }
-    let keep = format!("{other},data=keep");
-    let server = bench.serve("two", &[&keep]).unwrap();
+    let options = format!("{other},data=keep");
+    let server = bench.serve("two", &[&options]).unwrap();
     assert_ne!(serial(&server.printed), of_first);
     server.stop();
     assert_eq!(range_of(), vec![1; 16 << 20]);
@@ -315,15 +315,18 @@ fn a_release_with_keep_hands_data_over_once() {
     let bench = Bench::new();
     let function = |id: &str| format!("socket={id}.sock,path=drive.img,id={id},range=0+16M");
     let serve = |id: &str| bench.serve("one", &[&function(id)]);
-    let keep = |id: &str| bench.run("leases", &["release", id, "--keep"]);
-    let nothing = keep("a");
-    let told = String::from_utf8(nothing.stderr).unwrap();
-    assert!(told.contains("No range has data of lease \"a\""), "{told}");
+    let release_and_keep = |id: &str| bench.run("leases", &["release", id, "--keep"]);
+    let nothing = release_and_keep("a");
+    let stderr = String::from_utf8(nothing.stderr).unwrap();
+    assert!(
+        stderr.contains("No range has data of lease \"a\""),
+        "{stderr}"
+    );
 
     let server = serve("a").unwrap();
-    let held = keep("a");
-    let told = String::from_utf8(held.stderr).unwrap();
-    assert!(told.contains("which is in use"), "{told}");
+    let held = release_and_keep("a");
+    let stderr = String::from_utf8(held.stderr).unwrap();
+    assert!(stderr.contains("which is in use"), "{stderr}");
     server.stop();
     assert!(
         serve("b")
@@ -331,16 +334,16 @@ fn a_release_with_keep_hands_data_over_once() {
             .stderr
             .contains("data of lease \"a\"")
     );
-    let kept = keep("a");
-    let told = String::from_utf8(kept.stdout).unwrap();
-    assert_eq!(told, "The data of a goes to the next lease of 0+16M\n");
+    let released = release_and_keep("a");
+    let stdout = String::from_utf8(released.stdout).unwrap();
+    assert_eq!(stdout, "The data of a goes to the next lease of 0+16M\n");
     serve("b").unwrap().kill();
     // A lease whose holder is dead is released as well.
-    let kept = keep("b");
-    let told = String::from_utf8(kept.stdout).unwrap();
+    let released = release_and_keep("b");
+    let stdout = String::from_utf8(released.stdout).unwrap();
     assert!(
-        told.starts_with("Released b: range 0+16M of file:"),
-        "{told}"
+        stdout.starts_with("Released b: range 0+16M of file:"),
+        "{stdout}"
     );
     serve("c").unwrap().stop();
     serve("b").unwrap_err();

@@ -27,8 +27,8 @@ fn the_limits_of_a_vmms_function_hold_until_it_is_released() {
     for signal in ["TERM", "KILL"] {
         let bench = Bench::new();
         let server = server(&bench);
-        let asked = format!("{FIRST},bandwidth=1G,iops=300000");
-        let mut vmm = TestVmm::start(&bench, &asked, 1);
+        let options = format!("{FIRST},bandwidth=1G,iops=300000");
+        let mut vmm = TestVmm::start(&bench, &options, 1);
         assert_eq!(vmm.report(), "attached");
         assert_eq!(limits(&bench), "iops=300000,bandwidth=1G");
         bench.ask("limit", &["first", "iops=500"]).unwrap();
@@ -56,14 +56,14 @@ fn the_limits_of_a_vmms_function_hold_until_it_is_released() {
         bench.ask("limit", &["first", "iops=none"]).unwrap();
         vmm.end();
         await_leases(&bench, &[]);
-        let mut vmm = TestVmm::start(&bench, &asked, 1);
+        let mut vmm = TestVmm::start(&bench, &options, 1);
         assert_eq!(vmm.report(), "attached");
         assert_eq!(limits(&bench), "bandwidth=2G");
         vmm.end();
         await_leases(&bench, &[]);
         let released = bench.run("leases", &["release", "first"]);
         assert!(released.status.success(), "{released:?}");
-        let mut vmm = TestVmm::start(&bench, &asked, 1);
+        let mut vmm = TestVmm::start(&bench, &options, 1);
         assert_eq!(vmm.report(), "attached");
         assert_eq!(limits(&bench), "iops=300000,bandwidth=1G");
         vmm.end();
@@ -81,11 +81,11 @@ fn limits_that_cannot_be_recorded_are_not_set() {
     // The operator removes the lease from the ledger (`--force`), while its VMM is attached.
     let forced = bench.run("leases", &["release", "--force", "first"]);
     assert!(forced.status.success(), "{forced:?}");
-    let told = bench.ask("limit", &["first", "iops=600"]).unwrap_err();
+    let message = bench.ask("limit", &["first", "iops=600"]).unwrap_err();
     assert!(
-        told.contains("Cannot change the limits of function first")
-            && told.contains("taken out of the ledger"),
-        "{told}"
+        message.contains("Cannot change the limits of function first")
+            && message.contains("taken out of the ledger"),
+        "{message}"
     );
     assert_eq!(limits(&bench), "iops=500");
     vmm.end();

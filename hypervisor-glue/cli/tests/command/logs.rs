@@ -248,9 +248,9 @@ fn messages_in_the_journal_have_their_function_and_its_lease() {
         return not_checked("root alone can put a folder in place of the journal's");
     }
     let bench = Bench::new();
-    let folder = bench.path("journal");
-    fs::create_dir(&folder).unwrap();
-    let journal = UnixDatagram::bind(folder.join("socket")).unwrap();
+    let dir = bench.path("journal");
+    fs::create_dir(&dir).unwrap();
+    let journal = UnixDatagram::bind(dir.join("socket")).unwrap();
     journal
         .set_read_timeout(Some(Duration::from_secs(180)))
         .unwrap();
@@ -271,7 +271,7 @@ fn messages_in_the_journal_have_their_function_and_its_lease() {
     let mut inside = Command::new("unshare");
     inside
         .args(["--mount", "sh", "-c", IN_JOURNAL, "sh"])
-        .args([&folder, &errors])
+        .args([&dir, &errors])
         .arg(serve.get_program())
         .args(serve.get_args())
         .args(["--log", "info"])

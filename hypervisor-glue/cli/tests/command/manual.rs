@@ -56,7 +56,7 @@ fn each_command_has_a_page_with_its_options() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_made_is_named() {
+fn a_directory_that_cannot_be_made_is_named() {
     let bench = Bench::new();
     let mut command = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"));
     let command = command
@@ -64,8 +64,11 @@ fn a_folder_that_cannot_be_made_is_named() {
         .current_dir(bench.path(""));
     let output = command.output().unwrap();
     assert!(!output.status.success());
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert!(told.contains("manual pages into drive.img/man"), "{told}");
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        stderr.contains("manual pages into drive.img/man"),
+        "{stderr}"
+    );
 }
 
 #[test]

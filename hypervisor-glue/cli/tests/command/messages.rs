@@ -11,7 +11,7 @@ use vfio_user::Client;
 use crate::support::{Bench, Server, TIMEOUT};
 
 /// Returns the standard error of a command that is refused.
-fn complaint(bench: &Bench, command: &str, arguments: &[&str]) -> String {
+fn error_text(bench: &Bench, command: &str, arguments: &[&str]) -> String {
     let output = bench.run(command, arguments);
     assert!(!output.status.success(), "{output:?}");
     String::from_utf8(output.stderr).unwrap()
@@ -34,18 +34,18 @@ fn printed(bench: &Bench, command: &str, arguments: &[&str]) -> String {
 fn no_message_suggests_creating_an_absent_device_as_a_file() {
     let bench = Bench::new();
     let function = ["--function", "socket=a.sock,path=/dev/nvme9n9"];
-    let told = complaint(&bench, "serve", &function);
+    let message = error_text(&bench, "serve", &function);
     for part in [
         "There is no device `/dev/nvme9n9`",
         "lsblk",
         "nvme-mpt drives",
     ] {
-        assert!(told.contains(part), "{told}");
+        assert!(message.contains(part), "{message}");
     }
-    assert!(!told.contains("truncate"), "{told}");
+    assert!(!message.contains("truncate"), "{message}");
     let function = ["--function", "socket=a.sock,path=absent.img"];
-    let told = complaint(&bench, "serve", &function);
-    assert!(told.contains("create it with: truncate -s"), "{told}");
+    let message = error_text(&bench, "serve", &function);
+    assert!(message.contains("create it with: truncate -s"), "{message}");
 }
 
 #[test]
@@ -55,9 +55,9 @@ fn a_blank_between_options_is_called_a_blank() {
         &["serve", "--function", "socket=a.sock, path=drive.img"][..],
         &["add", "socket=a.sock, path=drive.img"],
     ] {
-        let told = complaint(&bench, command[0], &command[1..]);
-        assert!(told.contains("blank"), "{command:?}: {told}");
-        assert!(!told.contains("is missing"), "{command:?}: {told}");
+        let message = error_text(&bench, command[0], &command[1..]);
+        assert!(message.contains("blank"), "{command:?}: {message}");
+        assert!(!message.contains("is missing"), "{command:?}: {message}");
     }
 }
 
@@ -75,15 +75,16 @@ fn another_user_gets_a_permission_error() {
     let mut stats = bench.command("stats", &["--control", "one.control"]);
     let output = stats.uid(4_000_000).gid(4_000_000).output().unwrap();
     assert!(!output.status.success(), "{output:?}");
-    let told = String::from_utf8(output.stderr).unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
     assert!(
-        told.contains("User 4000000 may not use the control socket one.control: run this as root"),
-        "{told}"
+        stderr
+            .contains("User 4000000 may not use the control socket one.control: run this as root"),
+        "{stderr}"
     );
-    assert!(!told.contains("start `nvme-mpt serve`"), "{told}");
+    assert!(!stderr.contains("start `nvme-mpt serve`"), "{stderr}");
     server.stop();
-    let told = complaint(&bench, "stats", &["--control", "one.control"]);
-    assert!(told.contains("start `nvme-mpt serve`"), "{told}");
+    let message = error_text(&bench, "stats", &["--control", "one.control"]);
+    assert!(message.contains("start `nvme-mpt serve`"), "{message}");
 }
 
 #[test]
@@ -109,8 +110,8 @@ fn json_output_does_not_need_the_word_list() {
         ("leases", &["--json", "release", "a"][..]),
         ("fault", &["--json", "clear", "drive.img"]),
     ] {
-        let told = complaint(&bench, command, &[&control, arguments].concat());
-        assert!(told.contains("--json is an option of `"), "{told}");
+        let message = error_text(&bench, command, &[&control, arguments].concat());
+        assert!(message.contains("--json is an option of `"), "{message}");
     }
     server.stop();
 }
@@ -190,8 +191,8 @@ fn literals(source: &str) -> Vec<String> {
     literals
 }
 
-fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(folder).unwrap() {
+fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         let is_test = matches!(
@@ -253,8 +254,8 @@ const FACTS: &[&str] = &[
 fn no_message_offers_data_loss_as_the_first_remedy() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut files = Vec::new();
-    for folder in ["nvme-mpt", "vmm-device", "hypervisor-glue"] {
-        sources(&root.join(folder), &mut files);
+    for dir in ["nvme-mpt", "vmm-device", "hypervisor-glue"] {
+        sources(&root.join(dir), &mut files);
     }
     let mut looked_at = 0;
     let mut wrong = Vec::new();
@@ -270,8 +271,8 @@ fn no_message_offers_data_loss_as_the_first_remedy() {
             };
             looked_at += 1;
             let is_fact = FACTS.iter().any(|fact| text.contains(fact));
-            let keeps = KEEPING.iter().any(|word| text[..at].contains(word));
-            if !is_fact && !keeps {
+            let is_allowed = KEEPING.iter().any(|word| text[..at].contains(word));
+            if !is_fact && !is_allowed {
                 wrong.push(format!("{}: {text}", file.display()));
             }
         }

@@ -16,8 +16,8 @@ fn scrape(bench: &Bench, complete: impl Fn(&str) -> bool) -> String {
     loop {
         let mut stream = UnixStream::connect(bench.path("m.sock")).unwrap();
         let mut answer = String::new();
-        let asked = stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n");
-        let answered = asked.and_then(|()| stream.read_to_string(&mut answer));
+        let request = stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n");
+        let answered = request.and_then(|()| stream.read_to_string(&mut answer));
         // If the host holds up the client for some seconds, the server closes the connection. Then the answer is empty.
         if answered.is_ok_and(|length| length > 0) {
             assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");

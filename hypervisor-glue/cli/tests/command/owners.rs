@@ -56,8 +56,8 @@ fn run(bench: &Bench, command: &str, arguments: &[&str]) -> String {
 
 /// Returns the owner and the limits of each id.
 fn lease_settings(bench: &Bench) -> serde_json::Value {
-    let terms = run(bench, "leases", &["terms", "--json"]);
-    serde_json::from_str(&terms).unwrap()
+    let settings = run(bench, "leases", &["terms", "--json"]);
+    serde_json::from_str(&settings).unwrap()
 }
 
 fn ledger(bench: &Bench) -> String {
@@ -66,7 +66,7 @@ fn ledger(bench: &Bench) -> String {
 
 /// Each container has its own PID namespace, so servers in two containers can have the same process id.
 #[test]
-fn servers_of_two_pid_namespaces_share_a_state_folder() {
+fn servers_of_two_pid_namespaces_share_a_state_directory() {
     if !is_root() {
         return;
     }
@@ -127,28 +127,28 @@ fn a_vmm_of_another_user_gets_the_leases_that_it_owns() {
     let bench = Bench::new();
     let server = server(&bench);
     let before = ledger(&bench);
-    let told = refusal(&bench, ALICE, FIRST);
+    let message = refusal(&bench, ALICE, FIRST);
     for part in [
         "Lease \"first\" belongs to no user yet, and user 1001 asks for it",
         "owner=1001`",
     ] {
-        assert!(told.contains(part), "{told}");
+        assert!(message.contains(part), "{message}");
     }
     assert_eq!(ledger(&bench), before, "nothing has changed");
 
     let reserve = format!("{FIRST},owner={ALICE},iops=100000");
-    let told = bench.ask("reserve", &[&reserve]).unwrap();
+    let message = bench.ask("reserve", &[&reserve]).unwrap();
     assert!(
-        told.starts_with("Reserved first for 1001: range 0+16M of /"),
-        "{told}"
+        message.starts_with("Reserved first for 1001: range 0+16M of /"),
+        "{message}"
     );
     let reserved = ledger(&bench);
-    let told = refusal(&bench, BOB, FIRST);
+    let message = refusal(&bench, BOB, FIRST);
     for part in [
         "Lease \"first\" belongs to user 1001, and user 1002 asks for it",
         "`nvme-mpt leases give first 1002`",
     ] {
-        assert!(told.contains(part), "{told}");
+        assert!(message.contains(part), "{message}");
     }
     for (options, part) in [
         (
@@ -169,8 +169,8 @@ fn a_vmm_of_another_user_gets_the_leases_that_it_owns() {
             "Lease \"second\" belongs to no user",
         ),
     ] {
-        let told = refusal(&bench, ALICE, options);
-        assert!(told.contains(part), "{told}");
+        let message = refusal(&bench, ALICE, options);
+        assert!(message.contains(part), "{message}");
     }
     assert_eq!(ledger(&bench), reserved, "nothing has changed");
 
@@ -187,16 +187,16 @@ fn a_vmm_of_another_user_gets_the_leases_that_it_owns() {
 
     // After the server was killed, the lease still belongs to Alice.
     server.kill();
-    let told = {
+    let message = {
         let server = self::server(&bench);
         assert_eq!(first.pass(), "passed");
-        let told = refusal(&bench, BOB, FIRST);
+        let message = refusal(&bench, BOB, FIRST);
         first.end();
         await_leases(&bench, &[]);
         server.stop();
-        told
+        message
     };
-    assert!(told.contains("belongs to user 1001"), "{told}");
+    assert!(message.contains("belongs to user 1001"), "{message}");
 }
 
 #[test]
@@ -228,8 +228,8 @@ fn an_operator_gives_a_lease_to_another_user_and_forgets_it() {
     assert_eq!(lease_settings(&bench), serde_json::json!({}));
     assert!(refusal(&bench, BOB, FIRST).contains("belongs to no user"));
     let none = bench.run("leases", &["give", "none", "1002"]);
-    let told = String::from_utf8(none.stderr).unwrap();
-    assert!(told.contains("There is no lease \"none\""), "{told}");
+    let stderr = String::from_utf8(none.stderr).unwrap();
+    assert!(stderr.contains("There is no lease \"none\""), "{stderr}");
     server.stop();
 }
 
@@ -247,12 +247,15 @@ fn the_first_vmm_that_takes_a_lease_owns_it_and_a_sockets_owner_too() {
     bench
         .ask("add", &["path=drive.img,range=32M+16M,id=c,socket=c.sock"])
         .unwrap();
-    let terms = lease_settings(&bench);
-    assert_eq!(terms["b"]["owner"], user);
-    assert!(terms["c"].is_null(), "{terms}");
+    let settings = lease_settings(&bench);
+    assert_eq!(settings["b"]["owner"], user);
+    assert!(settings["c"].is_null(), "{settings}");
     let unknown = format!("{FIRST},owner=no-such-user");
-    let told = bench.ask("reserve", &[&unknown]).unwrap_err();
-    assert!(told.contains("There is no user \"no-such-user\""), "{told}");
+    let message = bench.ask("reserve", &[&unknown]).unwrap_err();
+    assert!(
+        message.contains("There is no user \"no-such-user\""),
+        "{message}"
+    );
     server.stop();
 }
 
@@ -280,8 +283,8 @@ fn other_users_reach_a_server_only_if_it_allows_them() {
         assert_eq!(mode_of(&format!("state/{file}")), 0o600, "{file}");
     }
     assert_eq!(mode_of("one.control.functions.toml"), 0o600);
-    let told = refusal(&bench, ALICE, FIRST);
-    assert!(told.contains("belongs to no user"), "{told}");
+    let message = refusal(&bench, ALICE, FIRST);
+    assert!(message.contains("belongs to no user"), "{message}");
     server.stop();
 }
 
@@ -294,7 +297,7 @@ fn reserved_ranges_are_refused_to_others() {
         |what: &str| bench.ask("reserve", &[&format!("path=drive.img,owner={user},{what}")]);
     reserve("range=0+16M,id=first").unwrap();
     reserve("size=16M,unit=1M,id=second").unwrap();
-    for (what, complaint) in [
+    for (what, error_message) in [
         ("range=8M+16M,id=third", "data of lease \"first\""),
         ("size=64M,unit=1M,id=third", "There is no capacity"),
         (
@@ -302,8 +305,8 @@ fn reserved_ranges_are_refused_to_others() {
             "There is no option \"queues\"",
         ),
     ] {
-        let told = reserve(what).unwrap_err();
-        assert!(told.contains(complaint), "{told}");
+        let message = reserve(what).unwrap_err();
+        assert!(message.contains(error_message), "{message}");
     }
     let mut second = TestVmm::start(&bench, "path=drive.img,size=16M,unit=1M,id=second", 1);
     assert_eq!(second.report(), "attached");
@@ -345,10 +348,10 @@ fn a_users_idle_connections_block_no_other_user() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut told = std::io::BufReader::new(crowd.stdout.take().unwrap());
+    let mut lines = std::io::BufReader::new(crowd.stdout.take().unwrap());
     let mut line = String::new();
     while !line.ends_with("connected\n") {
-        let read = std::io::BufRead::read_line(&mut told, &mut line).unwrap();
+        let read = std::io::BufRead::read_line(&mut lines, &mut line).unwrap();
         assert_ne!(read, 0, "the crowd ended");
     }
     let mut first = TestVmm::start(&bench, FIRST, 1);
@@ -358,8 +361,8 @@ fn a_users_idle_connections_block_no_other_user() {
     assert!(crowd.wait().unwrap().success());
     let (status, stderr) = server.signal("TERM");
     assert!(status.success(), "{status}: {stderr}");
-    let complaint = "user 1001 has 64 connections without a lease";
-    assert!(stderr.contains(complaint), "{stderr}");
+    let message = "user 1001 has 64 connections without a lease";
+    assert!(stderr.contains(message), "{stderr}");
 }
 
 #[test]

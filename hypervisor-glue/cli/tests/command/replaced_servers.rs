@@ -66,9 +66,9 @@ impl SupervisedServer {
     }
 
     pub(crate) fn start_command(bench: &Bench, options: &[&str], serve: &Command) -> Self {
-        let kept = Self::start_supervisor(bench, "log", options, serve);
-        kept.await_ready();
-        kept
+        let supervised = Self::start_supervisor(bench, "log", options, serve);
+        supervised.await_ready();
+        supervised
     }
 
     /// Starts a supervisor, whose server is allowed to fail at its start.
@@ -224,7 +224,7 @@ struct Guest {
     controller: Controller,
     queue: QueuePair,
     buffers: Vec<DmaBuffer>,
-    flights: BTreeMap<u16, GuestInFlightCommand>,
+    in_flight: BTreeMap<u16, GuestInFlightCommand>,
     /// Last written generation of each block. A block has at most one command in flight.
     generations: Vec<u64>,
     /// False for a drive that does not store data.
@@ -288,7 +288,7 @@ struct TestProgress {
 }
 
 impl Guest {
-    fn connect(socket: &Path, doorbells: DoorbellMode, keeps: bool) -> Self {
+    fn connect(socket: &Path, doorbells: DoorbellMode, stays_connected: bool) -> Self {
         let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
         let bar: Arc<dyn Bar> = Arc::new(VfioUserBar::attach(socket, &memory).unwrap());
         let config = Config {
@@ -302,9 +302,9 @@ impl Guest {
             buffers: (0..DEPTH).map(|_| memory.alloc(PIECE).unwrap()).collect(),
             controller,
             queue,
-            flights: BTreeMap::new(),
+            in_flight: BTreeMap::new(),
             generations: vec![0; PLACES as usize],
-            stores_data: keeps,
+            stores_data: stays_connected,
             rng: Rng::new(11),
             done: 0,
             last: Instant::now(),
@@ -322,11 +322,19 @@ impl Guest {
 
     /// Fills the queue with reads and writes.
     fn submit(&mut self) {
-        let busy = |slot: &usize| self.flights.values().any(|flight| flight.slot == *slot);
+        let busy = |slot: &usize| {
+            self.in_flight
+                .values()
+                .any(|in_flight| in_flight.slot == *slot)
+        };
         let free: Vec<usize> = (0..DEPTH).filter(|slot| !busy(slot)).collect();
         for slot in free {
             let place = self.rng.below(PLACES);
-            if self.flights.values().any(|flight| flight.place == place) {
+            if self
+                .in_flight
+                .values()
+                .any(|in_flight| in_flight.place == place)
+            {
                 continue;
             }
             let reads = self.rng.below(2) == 0;
@@ -343,13 +351,13 @@ impl Guest {
             };
             let data = prp::buffer(buffer, 0, PIECE).unwrap();
             let cid = self.queue.submit(sqe.with_data(data.pointer)).unwrap();
-            let flight = GuestInFlightCommand {
+            let in_flight = GuestInFlightCommand {
                 slot,
                 place,
                 generation,
                 reads,
             };
-            assert!(self.flights.insert(cid, flight).is_none());
+            assert!(self.in_flight.insert(cid, in_flight).is_none());
         }
         self.queue.ring();
     }
@@ -357,15 +365,15 @@ impl Guest {
     /// Consumes completions, and checks that each belongs to a command in flight.
     fn take(&mut self, course: &TestProgress) {
         while let Some(cqe) = self.queue.poll() {
-            let flight = self.flights.remove(&cqe.cid());
-            let flight = flight.unwrap_or_else(|| panic!("completed twice: {cqe:?}"));
+            let in_flight = self.in_flight.remove(&cqe.cid());
+            let in_flight = in_flight.unwrap_or_else(|| panic!("completed twice: {cqe:?}"));
             assert!(cqe.status().is_success(), "{cqe:?}");
             let GuestInFlightCommand {
                 slot,
                 place,
                 generation,
                 reads,
-            } = flight;
+            } = in_flight;
             if !reads {
                 self.generations[place as usize] = generation;
             } else if self.stores_data {
@@ -406,7 +414,7 @@ impl Guest {
             let ended = course.ended.load(Ordering::Relaxed) as u64;
             course.is_over.load(Ordering::Relaxed) && done > ended + 1
         };
-        while !is_over(self.done) || !self.flights.is_empty() {
+        while !is_over(self.done) || !self.in_flight.is_empty() {
             if !is_over(self.done) {
                 self.submit();
             }
@@ -420,7 +428,7 @@ impl Guest {
                 // The guest did not poll during admin commands, so this time does not count.
                 self.last = now;
             }
-            let (lost, waited) = (self.flights.len(), self.last.elapsed());
+            let (lost, waited) = (self.in_flight.len(), self.last.elapsed());
             assert!(waited < TIMEOUT, "lost: {lost} commands");
             // The thread sleeps, because the starting server may have no other processor.
             if waited > LIVELY {
@@ -507,20 +515,25 @@ fn histogram(times: &[Duration]) -> String {
 /// as the client had no command in flight or had an admin command.
 fn pauses_at(times: &[Pause], pauses: &[Pause]) -> Vec<Duration> {
     let longest = |time: &Pause| {
-        let here = pauses.iter().filter(|pause| pause.overlaps(*time));
-        here.map(|pause| pause.length()).max()
+        let overlapping = pauses.iter().filter(|pause| pause.overlaps(*time));
+        overlapping.map(|pause| pause.length()).max()
     };
     times.iter().filter_map(longest).collect()
 }
 
 /// Prints the times without a completion, and the times until the next server was ready. `without_server` are the time
 /// spans in which the function had no server.
-fn report(end: ServerEnd, name: &str, without_server: &[Pause], mut figures: GuestMeasurements) {
-    let (median, most) = median_and_most(&mut figures.starts);
+fn report(
+    end: ServerEnd,
+    name: &str,
+    without_server: &[Pause],
+    mut measurement: GuestMeasurements,
+) {
+    let (median, most) = median_and_most(&mut measurement.starts);
     println!(
         "{end:?}, {name}: the next server was ready after {median:.1?} (median), {most:.1?} at most"
     );
-    for (done, longest) in figures.guests {
+    for (done, longest) in measurement.guests {
         let LongestTimes {
             mut without,
             mut administered,
@@ -557,8 +570,14 @@ fn survives_on_a_file(end: ServerEnd, times: usize) {
     }
 }
 
-fn survives(end: ServerEnd, drive: &str, doorbells: DoorbellMode, keeps: bool, times: usize) {
-    survives_with(end, drive, doorbells, keeps, times, "");
+fn survives(
+    end: ServerEnd,
+    drive: &str,
+    doorbells: DoorbellMode,
+    stays_connected: bool,
+    times: usize,
+) {
+    survives_with(end, drive, doorbells, stays_connected, times, "");
 }
 
 /// Checks that a guest survives the end of `times` servers. `options` are further options of the function, each of which starts
@@ -567,7 +586,7 @@ fn survives_with(
     end: ServerEnd,
     drive: &str,
     doorbells: DoorbellMode,
-    keeps: bool,
+    stays_connected: bool,
     times: usize,
     options: &str,
 ) {
@@ -578,19 +597,24 @@ fn survives_with(
         _ => "shadow",
     };
     let function = format!("path={drive},socket=a.sock,doorbells={mode}{options}");
-    let kept = SupervisedServer::start(&bench, &[&function]);
-    let guest = Guest::connect(&bench.path("a.sock"), doorbells, keeps);
-    let figures = run_beside(vec![guest], times, || match end {
-        ServerEnd::Kill => kept.kill_server(),
-        ServerEnd::Upgrade => kept.upgrade(&bench),
+    let supervised = SupervisedServer::start(&bench, &[&function]);
+    let guest = Guest::connect(&bench.path("a.sock"), doorbells, stays_connected);
+    let measurement = run_beside(vec![guest], times, || match end {
+        ServerEnd::Kill => supervised.kill_server(),
+        ServerEnd::Upgrade => supervised.upgrade(&bench),
     });
-    let without_server = kept.pauses_in_log("a.sock");
+    let without_server = supervised.pauses_in_log("a.sock");
     assert!(without_server.len() >= times, "{without_server:?}");
-    report(end, &format!("{drive}, {mode}"), &without_server, figures);
+    report(
+        end,
+        &format!("{drive}, {mode}"),
+        &without_server,
+        measurement,
+    );
     // The next client finds a controller in its power-on state, with its data.
     await_waiting(&bench);
-    let _ = Guest::connect(&bench.path("a.sock"), doorbells, keeps);
-    kept.stop();
+    let _ = Guest::connect(&bench.path("a.sock"), doorbells, stays_connected);
+    supervised.stop();
     assert!(!exists(&bench.path("a.sock")));
 }
 
@@ -697,7 +721,7 @@ fn sixty_four_functions_continue_with_the_next_server() {
         .map(|number| format!("path=null:64M,range={number}M+1M,socket={number}.sock,id=f{number}"))
         .collect();
     let functions: Vec<_> = functions.iter().map(String::as_str).collect();
-    let kept = SupervisedServer::start(&bench, &functions);
+    let supervised = SupervisedServer::start(&bench, &functions);
     let mut guests = (0..64).map(|number| {
         let socket = bench.path(&format!("{number}.sock"));
         let mut guest = Guest::connect(&socket, DoorbellMode::Shadow, false);
@@ -712,16 +736,16 @@ fn sixty_four_functions_continue_with_the_next_server() {
     let idle: Vec<_> = guests.collect();
     let mut guest = Some(guest);
     for end in [ServerEnd::Upgrade, ServerEnd::Kill] {
-        let before = kept.pauses_in_log("0.sock").len();
+        let before = supervised.pauses_in_log("0.sock").len();
         let running = guest
             .take()
             .unwrap_or_else(|| Guest::connect(&bench.path("0.sock"), DoorbellMode::Shadow, false));
-        let figures = run_beside(vec![running], 50, || match end {
-            ServerEnd::Kill => kept.kill_server(),
-            ServerEnd::Upgrade => kept.upgrade(&bench),
+        let measurement = run_beside(vec![running], 50, || match end {
+            ServerEnd::Kill => supervised.kill_server(),
+            ServerEnd::Upgrade => supervised.upgrade(&bench),
         });
-        let without_server = &kept.pauses_in_log("0.sock")[before..];
-        report(end, "64 functions", without_server, figures);
+        let without_server = &supervised.pauses_in_log("0.sock")[before..];
+        report(end, "64 functions", without_server, measurement);
     }
     for (mut guest, mut queues) in idle {
         for queue in &mut queues {
@@ -729,7 +753,7 @@ fn sixty_four_functions_continue_with_the_next_server() {
         }
         guest.administer();
     }
-    kept.stop();
+    supervised.stop();
 }
 
 /// The drive may have to pin each client's memory, so clients with little memory are restored first.
@@ -741,7 +765,7 @@ fn clients_with_little_memory_continue_before_clients_with_much() {
         let place = names.iter().position(|other| *other == name).unwrap();
         format!("path=null:64M,range={place}M+1M,socket={name}.sock,id={name}")
     });
-    let kept = SupervisedServer::start(&bench, &functions.each_ref().map(String::as_str));
+    let supervised = SupervisedServer::start(&bench, &functions.each_ref().map(String::as_str));
     let clients = names.iter().zip([64, 32, 2]).map(|(name, mebibytes)| {
         let memory = GuestMemory::new(&[(1 << 30, mebibytes << 20)]).unwrap();
         let socket = bench.path(&format!("{name}.sock"));
@@ -753,11 +777,11 @@ fn clients_with_little_memory_continue_before_clients_with_much() {
         let list = bench.ask("list", &[]).unwrap();
         names.map(|name| list.find(&format!("{name}.sock")).expect("all are listed"))
     };
-    kept.kill_server();
-    let log = kept.log();
+    supervised.kill_server();
+    let log = supervised.log();
     let taken_up = names.map(|name| {
-        let goes_on = format!("/{name}.sock continues");
-        log.find(&goes_on)
+        let log_line = format!("/{name}.sock continues");
+        log.find(&log_line)
             .unwrap_or_else(|| panic!("{name}: {log}"))
     });
     assert!(
@@ -766,7 +790,7 @@ fn clients_with_little_memory_continue_before_clients_with_much() {
     );
     assert!(listed().is_sorted(), "as they were declared");
     drop(clients);
-    kept.stop();
+    supervised.stop();
 }
 
 #[test]
@@ -777,8 +801,8 @@ fn a_server_continues_if_its_successor_fails() {
     fs::write(&file, good).unwrap();
     let mut serve = bench.serve_command("one", &[]);
     serve.args(["--config", "serve.toml"]);
-    let kept = SupervisedServer::start_command(&bench, &[], &serve);
-    let server = kept.server_pid();
+    let supervised = SupervisedServer::start_command(&bench, &[], &serve);
+    let server = supervised.server_pid();
     let guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
     let refused = |arguments: &[&str]| bench.ask("upgrade", arguments).unwrap_err();
     run_beside(vec![guest], 1, || {
@@ -790,17 +814,17 @@ fn a_server_continues_if_its_successor_fails() {
         let error = refused(&["--binary", "drive.img"]);
         assert!(error.contains("before it could take over"), "{error}");
     });
-    assert_eq!(kept.server_pid(), server);
-    kept.upgrade(&bench);
-    let successor = kept.server_pid();
+    assert_eq!(supervised.server_pid(), server);
+    supervised.upgrade(&bench);
+    let successor = supervised.server_pid();
     assert_ne!(successor, server);
     let logged = format!("Process {} is replacing this server", successor.unwrap());
-    assert!(kept.log().contains(&logged), "{}", kept.log());
+    assert!(supervised.log().contains(&logged), "{}", supervised.log());
     // `nvme-mpt upgrade` looked for the successor by a connection without a request. The server must not log its end as an
     // error.
     let cut = "not answered: unexpected end of file";
-    assert!(!kept.log().contains(cut), "{}", kept.log());
-    kept.stop();
+    assert!(!supervised.log().contains(cut), "{}", supervised.log());
+    supervised.stop();
 }
 
 /// Beginning of a function's state in its request log, up to the digit of the version.
@@ -858,13 +882,13 @@ fn set_layout(server: &str, layout: [u8; 4]) -> [u8; 4] {
 #[test]
 fn a_state_of_a_later_release_is_refused_before_the_server_ends() {
     let bench = Bench::new();
-    let kept = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
+    let supervised = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
     guest.administer();
     // The server persists changes before it answers, so this read waits for them. Changes by its pollers may wake it once
     // more.
     guest.controller.bar().read32(STATUS);
-    let server = kept.server_pid().unwrap();
+    let server = supervised.server_pid().unwrap();
     let version = set_version(&server, b'9')[0];
     loop {
         thread::sleep(Duration::from_millis(200));
@@ -879,33 +903,33 @@ fn a_state_of_a_later_release_is_refused_before_the_server_ends() {
     assert!(error.contains("cannot take over"), "{error}");
     let reason = "its state has version 9, which this program does not know";
     assert!(error.contains(reason), "{error}");
-    assert_eq!(kept.server_pid().unwrap(), server);
+    assert_eq!(supervised.server_pid().unwrap(), server);
     guest.administer();
     set_version(&server, version);
-    kept.upgrade(&bench);
+    supervised.upgrade(&bench);
     guest.administer();
     drop(guest);
-    kept.stop();
+    supervised.stop();
 }
 
 #[test]
-fn a_journal_of_a_later_release_is_refused_before_the_server_ends() {
+fn a_request_log_of_a_later_release_is_refused_before_the_server_ends() {
     let bench = Bench::new();
-    let kept = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
+    let supervised = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
     guest.administer();
-    let server = kept.server_pid().unwrap();
+    let server = supervised.server_pid().unwrap();
     let layout = set_layout(&server, 9_u32.to_le_bytes());
     let error = bench.ask("upgrade", &[]).unwrap_err();
     assert!(error.contains("cannot take over"), "{error}");
     assert!(error.contains("request log has layout 9"), "{error}");
-    assert_eq!(kept.server_pid().unwrap(), server);
+    assert_eq!(supervised.server_pid().unwrap(), server);
     guest.administer();
     set_layout(&server, layout);
-    kept.upgrade(&bench);
+    supervised.upgrade(&bench);
     guest.administer();
     drop(guest);
-    kept.stop();
+    supervised.stop();
 }
 
 /// Repeats a command until its output contains `text`. Returns standard output and standard error.
@@ -1057,11 +1081,11 @@ fn a_function_that_cannot_be_restored_affects_no_other() {
         .unwrap()
         .set_len(1 << 20)
         .unwrap();
-    let kept = SupervisedServer::start(&bench, &functions);
+    let supervised = SupervisedServer::start(&bench, &functions);
     let guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
     run_beside(vec![guest], 1, || {
         fs::rename(bench.path("other.img"), bench.path("hidden.img")).unwrap();
-        kept.kill_server();
+        supervised.kill_server();
         let listed = bench.ask("list", &[]).unwrap();
         assert!(listed.contains("does not exist"), "{listed}");
         // Once its drive is back, this server serves the function again.
@@ -1070,7 +1094,7 @@ fn a_function_that_cannot_be_restored_affects_no_other() {
         let listed = bench.ask_until("list", &[], is_there).unwrap();
         assert!(is_there(&listed), "{listed}");
     });
-    kept.stop();
+    supervised.stop();
 }
 
 /// Overwrites the number of the socket's owner in the configuration that a server has persisted.
@@ -1100,7 +1124,7 @@ fn forget_owner(server: &str) {
 
 /// A function whose VM waits: the next server cannot serve it, because it does not know the owner of the socket.
 struct WaitingFunction {
-    kept: SupervisedServer,
+    supervised: SupervisedServer,
     disk: Disk,
     controller: Controller,
     /// Contents of block 7 as the guest wrote it.
@@ -1113,7 +1137,7 @@ impl WaitingFunction {
         Self::write_file(bench, &format!("owner = \"{user}\"\n"));
         let mut serve = bench.serve_command("one", &[]);
         serve.args(["--config", "serve.toml"]);
-        let kept = SupervisedServer::start_command(bench, &[], &serve);
+        let supervised = SupervisedServer::start_command(bench, &[], &serve);
         let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
         let bar = VfioUserBar::attach(&bench.path("a.sock"), &memory).unwrap();
         let controller = Controller::attach(Arc::new(bar), memory, Config::default(), 1);
@@ -1123,12 +1147,12 @@ impl WaitingFunction {
         disk.write(7, &written).unwrap();
         Self::write_file(bench, "owner = \"no-such-user\"\n");
         // The persisted configuration names an owner that no longer exists.
-        forget_owner(&kept.server_pid().unwrap());
-        kept.kill_server();
+        forget_owner(&supervised.server_pid().unwrap());
+        supervised.kill_server();
         let listed = bench.ask("list", &[]).unwrap();
         assert!(listed.contains("no user \"z"), "{listed}");
         Self {
-            kept,
+            supervised,
             disk,
             controller,
             written,
@@ -1145,7 +1169,7 @@ impl WaitingFunction {
     fn verify_and_stop(mut self) {
         assert!(self.disk.read(7, 1).unwrap() == self.written);
         drop((self.disk, self.controller));
-        self.kept.stop();
+        self.supervised.stop();
     }
 }
 
@@ -1183,27 +1207,27 @@ fn a_server_that_is_killed_while_it_starts_loses_nothing() {
         "path=drive.img,range=32M+32M,socket=b.sock,id=b",
         "path=memory:64M,size=32M,unit=1M,socket=c.sock,id=c",
     ];
-    let kept = SupervisedServer::start(&bench, &functions);
+    let supervised = SupervisedServer::start(&bench, &functions);
     let guests = ["a.sock", "b.sock", "c.sock"]
         .map(|socket| Guest::connect(&bench.path(socket), DoorbellMode::Shadow, true));
     let mut rng = Rng::new(3);
     run_beside(guests.into(), 60, || {
         // Kills the server at an arbitrary point.
-        if let Some(server) = kept.server_pid() {
+        if let Some(server) = supervised.server_pid() {
             SupervisedServer::send("KILL", &server);
         }
         if rng.below(3) == 0 {
-            kept.await_ready();
+            supervised.await_ready();
         }
     });
     // A server that has not installed its signal handlers yet would be killed by the SIGTERM of `stop`, so wait until it is
     // ready.
     let began = Instant::now();
     while bench.ask("list", &[]).is_err() {
-        assert!(began.elapsed() < TIMEOUT, "{}", kept.log());
+        assert!(began.elapsed() < TIMEOUT, "{}", supervised.log());
         thread::sleep(Duration::from_millis(10));
     }
-    kept.stop();
+    supervised.stop();
 }
 
 /// Returns the process id of a server's successor, which is its child.
@@ -1224,13 +1248,13 @@ fn killing_server_or_successor_during_an_upgrade_loses_nothing() {
         "path=drive.img,range=32M+32M,socket=b.sock,id=b",
         "path=memory:64M,size=32M,unit=1M,socket=c.sock,id=c",
     ];
-    let kept = SupervisedServer::start(&bench, &functions);
+    let supervised = SupervisedServer::start(&bench, &functions);
     let guests = ["a.sock", "b.sock", "c.sock"]
         .map(|socket| Guest::connect(&bench.path(socket), DoorbellMode::Shadow, true));
     let succeed = |command: &str| {
         let began = Instant::now();
         while bench.ask(command, &[]).is_err() {
-            assert!(began.elapsed() < TIMEOUT, "{}", kept.log());
+            assert!(began.elapsed() < TIMEOUT, "{}", supervised.log());
             thread::sleep(Duration::from_millis(10));
         }
     };
@@ -1241,7 +1265,7 @@ fn killing_server_or_successor_during_an_upgrade_loses_nothing() {
         let mut upgrade = upgrade.spawn().unwrap();
         thread::sleep(Duration::from_micros(rng.below(60_000)));
         // Kills one of the two processes at an arbitrary point.
-        let server = kept.server_pid();
+        let server = supervised.server_pid();
         let victim = match rng.below(2) {
             0 => server,
             _ => server.and_then(|server| successor_of(&server)),
@@ -1256,7 +1280,7 @@ fn killing_server_or_successor_during_an_upgrade_loses_nothing() {
     });
     // The last upgrade may still be running.
     succeed("upgrade");
-    kept.stop();
+    supervised.stop();
 }
 
 /// Offset of CSTS.
@@ -1277,7 +1301,7 @@ fn a_function_that_crashes_the_server_twice_is_quarantined() {
         "path=memory:64M,socket=c.sock,id=c",
         "path=drive.img,faults=crash.toml,range=48M+1M,socket=d.sock,id=d",
     ];
-    let kept = SupervisedServer::start(&bench, &functions);
+    let supervised = SupervisedServer::start(&bench, &functions);
     let connect = |socket: &str| Guest::connect(&bench.path(socket), DoorbellMode::Shadow, true);
     let set_aside = |listed: &str| {
         let lines = listed.lines().filter(|line| line.contains("quarantined"));
@@ -1290,7 +1314,7 @@ fn a_function_that_crashes_the_server_twice_is_quarantined() {
         loop {
             match bench.ask("list", &[]) {
                 Ok(listed) if is_complete(&listed) => return listed,
-                _ => assert!(began.elapsed() < TIMEOUT, "{}", kept.log()),
+                _ => assert!(began.elapsed() < TIMEOUT, "{}", supervised.log()),
             }
             thread::sleep(Duration::from_millis(10));
         }
@@ -1326,9 +1350,13 @@ fn a_function_that_crashes_the_server_twice_is_quarantined() {
             assert_eq!(bar.read32(STATUS), FATAL);
         }
         // Later servers quarantine the function as well.
-        let before = kept.server_pid().unwrap();
+        let before = supervised.server_pid().unwrap();
         SupervisedServer::send("KILL", &before);
-        let listed = list_until(&|_| kept.server_pid().is_some_and(|server| server != before));
+        let listed = list_until(&|_| {
+            supervised
+                .server_pid()
+                .is_some_and(|server| server != before)
+        });
         assert_eq!(set_aside(&listed), ["b"], "{listed}");
         bench.ask("upgrade", &[]).unwrap();
         let listed = list_until(&|_| true);
@@ -1344,8 +1372,8 @@ fn a_function_that_crashes_the_server_twice_is_quarantined() {
         assert!(set_aside(&list_until(&|_| true)).is_empty());
         connect("b.sock").administer();
     });
-    assert_eq!(kept.crashes(), 2, "{}", kept.log());
-    kept.end();
+    assert_eq!(supervised.crashes(), 2, "{}", supervised.log());
+    supervised.end();
 }
 
 /// Offset of the crash count in a function's in-flight tracking file (`nvme-mpt/guest/src/inflight/mod.rs`).
@@ -1402,7 +1430,7 @@ fn after_an_oom_kill_during_pinning_a_function_is_quarantined() {
         "path=null:64M,range=2M+1M,socket=c.sock,id=c,queues=3",
         "path=null:64M,range=3M+1M,socket=d.sock,id=d,queues=5",
     ];
-    let kept = SupervisedServer::start(&bench, &functions);
+    let supervised = SupervisedServer::start(&bench, &functions);
     let connect = |socket: &str| {
         let memory = GuestMemory::new(&[(1 << 20, 1 << 20)]).unwrap();
         let bar = VfioUserBar::attach(&bench.path(socket), &memory).unwrap();
@@ -1415,7 +1443,7 @@ fn after_an_oom_kill_during_pinning_a_function_is_quarantined() {
         u64::from_le_bytes(bytes) > 0
     };
     let record = |queue_pairs, bytes: u64, kills: u64| {
-        let file = inflight_file(&kept.server_pid().unwrap(), queue_pairs);
+        let file = inflight_file(&supervised.server_pid().unwrap(), queue_pairs);
         assert!(!is_recorded(&file), "nothing is pinned");
         let words = [bytes.to_le_bytes(), kills.to_le_bytes()];
         file.write_all_at(&words.concat(), PINNING).unwrap();
@@ -1427,7 +1455,7 @@ fn after_an_oom_kill_during_pinning_a_function_is_quarantined() {
     record(2, 1 << 30, oom_kills() + 1);
     // Another function's memory was being pinned as well, but this function's was more.
     record(5, 1 << 29, oom_kills() + 1);
-    kept.kill_server();
+    supervised.kill_server();
     let set_aside = || {
         let listed = bench.ask("list", &[]).unwrap();
         let lines = listed.lines().filter(|line| line.contains("quarantined"));
@@ -1441,23 +1469,23 @@ fn after_an_oom_kill_during_pinning_a_function_is_quarantined() {
     let [(a, _), (b, _), (c, _), (d, _)] = &clients;
     assert_eq!(b.read32(STATUS) & FATAL, FATAL);
     assert_eq!([a, c, d].map(|bar| bar.read32(STATUS)), [0; 3]);
-    let log = kept.log();
-    let goes_on = |id: &str| {
+    let log = supervised.log();
+    let continues = |id: &str| {
         log.find(&format!("/{id}.sock continues"))
             .expect("it continues")
     };
-    assert!(goes_on("a") > goes_on("c"), "{log}");
-    assert!(goes_on("d") > goes_on("c"), "{log}");
+    assert!(continues("a") > continues("c"), "{log}");
+    assert!(continues("d") > continues("c"), "{log}");
     // The server reports the interrupted pinning once.
-    let file = inflight_file(&kept.server_pid().unwrap(), 4);
+    let file = inflight_file(&supervised.server_pid().unwrap(), 4);
     assert!(!is_recorded(&file));
-    kept.kill_server();
+    supervised.kill_server();
     assert_eq!(set_aside().len(), 1);
     bench.ask("remove", &["b", "--force"]).unwrap();
     bench.ask("add", &[functions[1]]).unwrap();
     assert!(set_aside().is_empty());
     drop(clients);
-    kept.end();
+    supervised.end();
 }
 
 #[test]
@@ -1467,18 +1495,18 @@ fn a_function_that_the_next_server_cannot_restore_is_offered_without_its_state()
         "path=drive.img,range=0+32M,socket=a.sock,id=a",
         "path=drive.img,range=32M+16M,socket=b.sock,id=b",
     ];
-    let kept = SupervisedServer::start(&bench, &functions);
+    let supervised = SupervisedServer::start(&bench, &functions);
     let before = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
-    set_crashes(&kept.server_pid().unwrap(), 4);
-    kept.upgrade(&bench);
-    let log = kept.log();
+    set_crashes(&supervised.server_pid().unwrap(), 4);
+    supervised.upgrade(&bench);
+    let log = supervised.log();
     assert_eq!(log.matches("of the previous process: ").count(), 2, "{log}");
     // The new server waited for the end of the predecessor, which had the sockets, before it bound them anew.
     assert!(!log.contains("cannot be offered"), "{log}");
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
     guest.administer();
     drop((before, guest));
-    kept.stop();
+    supervised.stop();
 }
 
 #[test]
@@ -1488,7 +1516,7 @@ fn after_one_crash_all_functions_continue() {
     let plan = "[[fault]]\nkind = \"crash\"\noperations = [\"read\"]\nrange = \"32M+4K\"\nafter = 2\ncount = 1\n";
     fs::write(bench.path("crash.toml"), plan).unwrap();
     let function = "path=drive.img,range=32M+16M,socket=b.sock,id=b,faults=crash.toml";
-    let kept = SupervisedServer::start_as(&bench, &["--delay", "0"], &[function]);
+    let supervised = SupervisedServer::start_as(&bench, &["--delay", "0"], &[function]);
     let mut guest = Guest::connect(&bench.path("b.sock"), DoorbellMode::Shadow, true);
     for _ in 0..3 {
         let data = prp::buffer(&guest.buffers[0], 0, PIECE).unwrap();
@@ -1496,9 +1524,9 @@ fn after_one_crash_all_functions_continue() {
         let cqe = guest.queue.execute(read, TIMEOUT).unwrap();
         assert!(cqe.status().is_success(), "{cqe:?}");
     }
-    assert_eq!(kept.crashes(), 1, "{}", kept.log());
+    assert_eq!(supervised.crashes(), 1, "{}", supervised.log());
     guest.administer();
-    kept.stop();
+    supervised.stop();
 }
 
 /// Connects a client to a function, and opens its disk.
@@ -1523,8 +1551,8 @@ fn seen_by_guest(controller: &mut Controller) -> BTreeMap<String, Vec<u8>> {
     }
     let features = LogPage::of_controller(FEATURES, 1024);
     let features = controller.log_page(features).unwrap();
-    let served = (0..=u8::MAX).zip(features.chunks(4));
-    for (fid, _) in served.filter(|(fid, effects)| effects[0] & 1 != 0 && *fid != TIMESTAMP) {
+    let sectors = (0..=u8::MAX).zip(features.chunks(4));
+    for (fid, _) in sectors.filter(|(fid, effects)| effects[0] & 1 != 0 && *fid != TIMESTAMP) {
         for selected in 0..2 {
             // A Get Features command selects by this dword: for feature 4, the Over or Under Temperature Threshold; for feature
             // 9, one of two vectors.
@@ -1552,7 +1580,7 @@ fn seen_by_guest(controller: &mut Controller) -> BTreeMap<String, Vec<u8>> {
 fn guest_settings_and_counters_survive_kills_and_upgrades() {
     for drive in ["path=drive.img", "path=memory:64M,range=0+1M"] {
         let bench = Bench::new();
-        let kept = SupervisedServer::start(&bench, &[&format!("{drive},socket=a.sock,id=a")]);
+        let supervised = SupervisedServer::start(&bench, &[&format!("{drive},socket=a.sock,id=a")]);
         let (mut disk, mut controller) = attach(&bench, "a.sock");
         for (fid, nsid, value) in [
             (0x01, 0, 0x0102_0303),
@@ -1580,8 +1608,8 @@ fn guest_settings_and_counters_survive_kills_and_upgrades() {
             disk.read(1 << 40, 1).unwrap_err();
             let before = seen_by_guest(&mut controller);
             match round % 2 {
-                0 => kept.kill_server(),
-                _ => kept.upgrade(&bench),
+                0 => supervised.kill_server(),
+                _ => supervised.upgrade(&bench),
             }
             let after = seen_by_guest(&mut controller);
             for (name, content) in &before {
@@ -1607,15 +1635,16 @@ fn guest_settings_and_counters_survive_kills_and_upgrades() {
         let set = controller.get_feature(0x05, Select::Current, 1, 0).unwrap();
         assert_eq!(set, 0);
         drop((disk, controller));
-        kept.stop();
+        supervised.stop();
         if drive == "path=drive.img" {
             // First server of a new supervisor, as after a boot of the host.
-            let kept = SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
+            let supervised =
+                SupervisedServer::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
             let (mut disk, _controller) = attach(&bench, "a.sock");
             disk.read(7, 1).unwrap_err();
             assert_eq!(disk.read(8, 1).unwrap(), [0x11; 512]);
             drop(disk);
-            kept.stop();
+            supervised.stop();
         }
     }
 }
@@ -1624,9 +1653,9 @@ fn guest_settings_and_counters_survive_kills_and_upgrades() {
 fn injected_faults_survive_kills_and_upgrades() {
     let bench = Bench::new();
     let function = "path=drive.img,socket=a.sock,id=a,faults=plan.toml";
-    let declared = "[[fault]]\nkind = \"media-error\"\nrange = \"0+4K\"\ncount = 5\n";
-    fs::write(bench.path("plan.toml"), declared).unwrap();
-    let kept = SupervisedServer::start(&bench, &[function]);
+    let fault_plan = "[[fault]]\nkind = \"media-error\"\nrange = \"0+4K\"\ncount = 5\n";
+    fs::write(bench.path("plan.toml"), fault_plan).unwrap();
+    let supervised = SupervisedServer::start(&bench, &[function]);
     let injected = "[[fault]]\nkind = \"media-error\"\nrange = \"1M+4K\"\ncount = 3\n";
     fs::write(bench.path("injected.toml"), injected).unwrap();
     let drive = bench.path("drive.img");
@@ -1642,23 +1671,24 @@ fn injected_faults_survive_kills_and_upgrades() {
         assert_eq!(end(disk.read(2048, 1)), round < 3, "round {round}");
         let before = bench.ask("fault", &["list"]).unwrap();
         match round % 2 {
-            0 => kept.kill_server(),
-            _ => kept.upgrade(&bench),
+            0 => supervised.kill_server(),
+            _ => supervised.upgrade(&bench),
         }
         assert_eq!(bench.ask("fault", &["list"]).unwrap(), before);
     }
     bench.ask("fault", &["clear", drive]).unwrap();
-    kept.kill_server();
+    supervised.kill_server();
     let listed = bench.ask("fault", &["list"]).unwrap();
     assert!(listed.contains("no faults"), "{listed}");
     drop((disk, controller));
-    kept.stop();
+    supervised.stop();
 }
 
 #[test]
 fn memory_drives_keep_data_for_later_clients() {
     let bench = Bench::new();
-    let kept = SupervisedServer::start(&bench, &["path=memory:64M,range=0+1M,socket=a.sock,id=a"]);
+    let supervised =
+        SupervisedServer::start(&bench, &["path=memory:64M,range=0+1M,socket=a.sock,id=a"]);
     let written = vec![0x5A; 512];
     let attach = || attach(&bench, "a.sock");
     let (mut disk, controller) = attach();
@@ -1666,11 +1696,11 @@ fn memory_drives_keep_data_for_later_clients() {
     let serial = controller.identity().unwrap().serial.clone();
     drop((disk, controller));
     await_waiting(&bench);
-    kept.kill_server();
+    supervised.kill_server();
     let (mut disk, controller) = attach();
     assert_eq!(disk.read(7, 1).unwrap(), written);
     assert_eq!(controller.identity().unwrap().serial, serial);
-    kept.stop();
+    supervised.stop();
 }
 
 /// Interrupts of a client without MSI-X.
@@ -1686,7 +1716,8 @@ enum Interrupts {
 /// Checks that the next server wakes a guest that sleeps until an interrupt.
 fn check_interrupts_continue(interrupts: Interrupts) {
     let bench = Bench::new();
-    let kept = SupervisedServer::start(&bench, &["path=memory:64M,range=0+1M,socket=a.sock,id=a"]);
+    let supervised =
+        SupervisedServer::start(&bench, &["path=memory:64M,range=0+1M,socket=a.sock,id=a"]);
     let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
     let bar = Arc::new(VfioUserBar::attach(&bench.path("a.sock"), &memory).unwrap());
     let vectors = [(); 2].map(|()| Arc::new(Interrupt::new().unwrap()));
@@ -1738,13 +1769,13 @@ fn check_interrupts_continue(interrupts: Interrupts) {
     };
     rounds(200);
     for _ in 0..3 {
-        kept.kill_server();
+        supervised.kill_server();
         rounds(50);
-        kept.upgrade(&bench);
+        supervised.upgrade(&bench);
         rounds(50);
     }
     drop((queue, controller));
-    kept.stop();
+    supervised.stop();
 }
 
 #[test]
@@ -1759,28 +1790,28 @@ fn clients_without_msix_are_interrupted_by_the_next_server() {
 }
 
 #[test]
-fn stalls_are_measured_and_reset_counts_continue() {
+fn pauses_are_measured_and_reset_counts_continue() {
     let bench = Bench::new();
-    let kept = SupervisedServer::start(&bench, &["path=null:64M,socket=a.sock,id=a"]);
+    let supervised = SupervisedServer::start(&bench, &["path=null:64M,socket=a.sock,id=a"]);
     // If the host holds up a function's thread, statistics omit the function for a moment.
     let has_function = |printed: &str| printed.contains("\"id\":\"a\"");
-    let figures = || {
+    let measurement = || {
         let printed = bench.ask_until("stats", &["--json"], has_function);
         let stats: serde_json::Value = serde_json::from_str(&printed.unwrap()).unwrap();
         stats["functions"][0].clone()
     };
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, false);
     guest.controller.reset().unwrap();
-    let before = figures();
+    let before = measurement();
     assert!(before["stall"].is_null(), "{before}");
     assert_eq!(before["resets"]["controller"], 1, "{before}");
     for end in ["upgrade", "crash"] {
         match end {
-            "crash" => kept.kill_server(),
-            _ => kept.upgrade(&bench),
+            "crash" => supervised.kill_server(),
+            _ => supervised.upgrade(&bench),
         }
-        let after = figures();
-        assert!(!has_aio(&kept.server_pid().unwrap()));
+        let after = measurement();
+        assert!(!has_aio(&supervised.server_pid().unwrap()));
         assert_eq!(after["stall"]["cause"], end, "{after}");
         let seconds = after["stall"]["seconds"].as_f64().unwrap();
         assert!(seconds > 0.0 && seconds < TIMEOUT.as_secs_f64(), "{after}");
@@ -1788,17 +1819,17 @@ fn stalls_are_measured_and_reset_counts_continue() {
     }
     drop(guest);
     await_waiting(&bench);
-    kept.kill_server();
-    let after = figures();
-    assert!(!has_aio(&kept.server_pid().unwrap()));
+    supervised.kill_server();
+    let after = measurement();
+    assert!(!has_aio(&supervised.server_pid().unwrap()));
     assert!(after["stall"].is_null(), "no VMM waited: {after}");
-    kept.stop();
+    supervised.stop();
 }
 
 #[test]
 fn a_server_that_keeps_dying_is_not_restarted() {
     let bench = Bench::new();
-    let mut kept = SupervisedServer::start_as(
+    let mut supervised = SupervisedServer::start_as(
         &bench,
         &["--deaths", "3"],
         &["path=drive.img,socket=a.sock"],
@@ -1807,40 +1838,41 @@ fn a_server_that_keeps_dying_is_not_restarted() {
     // minute, so more servers die first.
     let mut deaths = 0;
     loop {
-        SupervisedServer::send("KILL", &kept.server_pid().expect("a server"));
+        SupervisedServer::send("KILL", &supervised.server_pid().expect("a server"));
         deaths += 1;
-        match kept.ready.recv_timeout(TIMEOUT) {
+        match supervised.ready.recv_timeout(TIMEOUT) {
             Ok(()) => {}
             Err(RecvTimeoutError::Disconnected) => break,
-            Err(RecvTimeoutError::Timeout) => panic!("no server: {}", kept.log()),
+            Err(RecvTimeoutError::Timeout) => panic!("no server: {}", supervised.log()),
         }
     }
     assert!(deaths >= 3, "{deaths}");
-    let status = kept.supervisor.wait().unwrap();
+    let status = supervised.supervisor.wait().unwrap();
     assert!(!status.success());
-    let log = kept.log();
+    let log = supervised.log();
     assert!(log.contains("gives up"), "{log}");
 }
 
 #[test]
 fn added_functions_survive_and_removed_functions_are_released() {
     let bench = Bench::new();
-    let kept = SupervisedServer::start(&bench, &["path=drive.img,range=0+1M,socket=a.sock,id=a"]);
+    let supervised =
+        SupervisedServer::start(&bench, &["path=drive.img,range=0+1M,socket=a.sock,id=a"]);
     bench
         .ask("add", &["path=drive.img,range=1M+1M,socket=b.sock,id=b"])
         .unwrap();
     let guest = Guest::connect(&bench.path("b.sock"), DoorbellMode::Shadow, true);
-    run_beside(vec![guest], 3, || kept.kill_server());
+    run_beside(vec![guest], 3, || supervised.kill_server());
     await_waiting(&bench);
     bench.ask("remove", &["b"]).unwrap();
-    kept.kill_server();
+    supervised.kill_server();
     let listed = bench.ask("list", &[]).unwrap();
     assert!(
         listed.contains("a.sock") && !listed.contains("b.sock"),
         "{listed}"
     );
     assert!(!exists(&bench.path("b.sock")));
-    let log = kept.log();
+    let log = supervised.log();
     assert!(!log.contains("no longer served"), "{log}");
-    kept.stop();
+    supervised.stop();
 }

@@ -55,7 +55,7 @@ impl Drop for EndTestOnDrop<'_> {
 
 /// Runs a guest, while servers are killed and replaced in turn.
 fn run_across_servers(
-    kept: &SupervisedServer,
+    supervised: &SupervisedServer,
     bench: &Bench,
     work: impl FnOnce(&TestProgress) + Send,
 ) {
@@ -73,8 +73,8 @@ fn run_across_servers(
                 break;
             }
             match end % 2 {
-                0 => kept.kill_server(),
-                _ => kept.upgrade(bench),
+                0 => supervised.kill_server(),
+                _ => supervised.upgrade(bench),
             }
         }
         drop(ending);
@@ -151,11 +151,11 @@ fn zones_in_a_file_outlive_their_servers() {
     let bench = Bench::new();
     fs::write(bench.path("zones.toml"), ZONED).unwrap();
     let function = "path=drive.img,lba=4096,profile=./zones.toml,socket=a.sock,id=a";
-    let kept = SupervisedServer::start(&bench, &[function]);
+    let supervised = SupervisedServer::start(&bench, &[function]);
     let mut controller = attach(&bench);
     let mut disk = Disk::open(&mut controller, 1).unwrap();
     disk.timeout = TIMEOUT;
-    run_across_servers(&kept, &bench, |course| {
+    run_across_servers(&supervised, &bench, |course| {
         let (mut tag, mut filled) = (0, 0);
         while !course.is_over() {
             for zslba in (0..ZONES).map(|zone| zone * ZONE) {
@@ -176,7 +176,7 @@ fn zones_in_a_file_outlive_their_servers() {
         assert!(filled > 0);
     });
     drop((disk, controller));
-    kept.stop();
+    supervised.stop();
 }
 
 /// Size of a buffer in bytes. It is larger than any value.
@@ -267,7 +267,8 @@ impl Pairs {
 #[test]
 fn keys_and_values_in_a_file_outlive_their_servers() {
     let bench = Bench::new();
-    let kept = SupervisedServer::start(&bench, &["path=drive.img,profile=kv,socket=a.sock,id=a"]);
+    let supervised =
+        SupervisedServer::start(&bench, &["path=drive.img,profile=kv,socket=a.sock,id=a"]);
     let mut controller = attach(&bench);
     let mut pairs = KeyValues::open(&mut controller, 1).unwrap();
     pairs.timeout = TIMEOUT;
@@ -275,7 +276,7 @@ fn keys_and_values_in_a_file_outlive_their_servers() {
         pairs,
         expected_tags: BTreeMap::new(),
     };
-    run_across_servers(&kept, &bench, |course| {
+    run_across_servers(&supervised, &bench, |course| {
         let mut rng = Rng::new(3);
         for tag in 1.. {
             if course.is_over() {
@@ -295,5 +296,5 @@ fn keys_and_values_in_a_file_outlive_their_servers() {
         }
     });
     drop((guest, controller));
-    kept.stop();
+    supervised.stop();
 }

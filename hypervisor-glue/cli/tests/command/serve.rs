@@ -153,7 +153,7 @@ fn the_printed_arguments_attach_each_function() {
 fn a_start_that_fails_leaves_nothing_behind() {
     let bench = Bench::new();
     let good = "socket=a.sock,path=drive.img,range=0+16M";
-    for (bad, complaint) in [
+    for (bad, message) in [
         ("socket=b.sock,path=none.img", "truncate -s"),
         (
             "socket=b.sock,path=drive.img,range=48M+32M",
@@ -185,7 +185,7 @@ fn a_start_that_fails_leaves_nothing_behind() {
         let failure = bench.serve("one", &[&good, bad]).unwrap_err();
         assert_eq!(failure.status.code(), Some(1), "{bad}");
         assert!(
-            failure.stderr.starts_with("nvme-mpt: ") && failure.stderr.contains(complaint),
+            failure.stderr.starts_with("nvme-mpt: ") && failure.stderr.contains(message),
             "{bad}: {}",
             failure.stderr
         );
@@ -200,7 +200,7 @@ fn a_start_that_fails_leaves_nothing_behind() {
 fn wrong_options_are_reported_before_any_change() {
     let bench = Bench::new();
     let long = format!("socket=/{},path=memory:1M", "x".repeat(120));
-    for (function, complaint) in [
+    for (function, message) in [
         ("path=memory:1M", "Option \"socket\" is missing"),
         ("socket=a.sock", "Option \"path\" is missing"),
         (
@@ -220,7 +220,7 @@ fn wrong_options_are_reported_before_any_change() {
         let failure = bench.serve("one", &[function]).unwrap_err();
         assert_eq!(failure.status.code(), Some(2), "{function}");
         assert!(
-            failure.stderr.contains(complaint),
+            failure.stderr.contains(message),
             "{function}: {}",
             failure.stderr
         );
@@ -276,8 +276,8 @@ fn statistics_are_available_as_text_and_json() {
             break;
         }
         // If the host holds up the server, it does not answer in time.
-        let complaint = String::from_utf8_lossy(&output.stderr);
-        let held_up = complaint.contains("does not answer");
+        let message = String::from_utf8_lossy(&output.stderr);
+        let held_up = message.contains("does not answer");
         assert!(held_up && Instant::now() < deadline, "{output:?}");
     }
     server.stop();

@@ -50,10 +50,10 @@ fn systemd_rates_the_unit_as_confined() {
     let unit = resource("nvme-mpt.service");
     let arguments = ["security", "--offline=true", "--no-pager"];
     let report = systemd_analyze(&[&arguments[..], &[unit.to_str().unwrap()]].concat()).unwrap();
-    let (_, verdict) = report
+    let (_, exposure) = report
         .split_once("Overall exposure level for nvme-mpt.service: ")
         .expect(&report);
-    let mut words = verdict.split_whitespace();
+    let mut words = exposure.split_whitespace();
     let (figure, rating) = (words.next().unwrap(), words.next().unwrap());
     assert!(["OK", "SAFE", "PERFECT"].contains(&rating), "{report}");
     if version == 252 {
@@ -122,13 +122,13 @@ fn the_example_of_the_service_is_right_with_drives_of_the_machine() {
         }
     });
     let example = lines.collect::<Vec<_>>().join("\n");
-    let here = bench.path("");
-    let here = here.to_str().unwrap().trim_end_matches('/');
+    let work_dir = bench.path("");
+    let work_dir = work_dir.to_str().unwrap().trim_end_matches('/');
     let group = nix::unistd::getgid();
     let example = example
         .replace("0000:01:00.0", "memory:128G")
-        .replace("/var/lib/nvme-mpt", here)
-        .replace("/run/nvme-mpt", here)
+        .replace("/var/lib/nvme-mpt", work_dir)
+        .replace("/run/nvme-mpt", work_dir)
         .replace(":kvm", &format!(":{group}"));
     let server = serve_file(&bench, &example).unwrap();
     assert_eq!(list(&bench).len(), 2);

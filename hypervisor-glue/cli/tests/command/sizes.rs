@@ -77,8 +77,8 @@ fn leases_and_unreleased_data_use_capacity() {
     assert_eq!(capacity(&bench), (64, vec![]));
     let table = bench.ask("capacity", &[]).unwrap();
     assert!(table.contains("free"), "{table}");
-    let complaint = bench.ask("capacity", &["--unit", "3M"]).unwrap_err();
-    assert!(complaint.contains("power of two"), "{complaint}");
+    let message = bench.ask("capacity", &["--unit", "3M"]).unwrap_err();
+    assert!(message.contains("power of two"), "{message}");
 }
 
 /// Returns the starts and lengths of an entry's extents, in MiB.
@@ -117,9 +117,9 @@ fn resize(bench: &Bench, arguments: &[&str]) -> Result<String, String> {
 /// Runs a command that must be refused and must change nothing. Returns its error.
 fn refused(bench: &Bench, command: &str, arguments: &[&str]) -> String {
     let before = (list(bench), leases(bench));
-    let complaint = bench.ask(command, arguments).unwrap_err();
+    let message = bench.ask(command, arguments).unwrap_err();
     assert_eq!((list(bench), leases(bench)), before, "{arguments:?}");
-    complaint
+    message
 }
 
 /// Waits until no VMM is connected.
@@ -256,9 +256,9 @@ fn leases_by_size_use_gaps_between_other_ranges() {
         ("id=d,unit=1M", &["\"unit=1M\" needs size="]),
         ("id=a,size=1M,unit=1M", &["Two functions have the id \"a\""]),
     ] {
-        let complaint = refused(&bench, "add", &[&format!("{d},{options}")]);
+        let message = refused(&bench, "add", &[&format!("{d},{options}")]);
         for part in complaints {
-            assert!(complaint.contains(part), "{options}: {complaint}");
+            assert!(message.contains(part), "{options}: {message}");
         }
         assert!(!exists(&bench.path("d.sock")), "{options}");
     }
@@ -266,10 +266,10 @@ fn leases_by_size_use_gaps_between_other_ranges() {
     let last = format!("{d},lease=d,size=2M,unit=1M");
     bench.ask("add", &[&last]).unwrap();
     assert_eq!(extents(&bench, "d"), [(6, 2)]);
-    let complaint = refused(&bench, "add", &[&sized("e", "1M")]);
+    let message = refused(&bench, "add", &[&sized("e", "1M")]);
     assert!(
-        complaint.contains("it has 0 free") && complaint.contains("the largest extent 0"),
-        "{complaint}"
+        message.contains("it has 0 free") && message.contains("the largest extent 0"),
+        "{message}"
     );
     server.stop();
 }
@@ -308,12 +308,12 @@ fn a_grown_function_keeps_its_size_after_a_stop_and_after_a_crash() {
     let resized = resize(&bench, &["./a.sock", "6M", "--json"]).unwrap();
     let resized: Value = serde_json::from_str(&resized).unwrap();
     assert_eq!(extents_of(&resized), [(0, 4), (8, 2)]);
-    let complaint = refused(&bench, "resize", &["a", "64M"]);
+    let message = refused(&bench, "resize", &["a", "64M"]);
     assert!(
-        complaint.contains("Cannot resize function a")
-            && complaint.contains("no capacity for 58M more")
-            && complaint.contains("it has 54M free"),
-        "{complaint}"
+        message.contains("Cannot resize function a")
+            && message.contains("no capacity for 58M more")
+            && message.contains("it has 54M free"),
+        "{message}"
     );
     drop(guest);
     await_no_guest(&bench);
@@ -362,32 +362,32 @@ fn a_function_shrinks_only_on_request_and_released_extents_are_erased() {
     for others in [false, true] {
         let mut guest = Guest::attach(&bench, "a.sock");
         guest.fill((0, 8 * MIB), 1);
-        let complaint = refused(&bench, "resize", &["a", "2M"]);
+        let error_message = refused(&bench, "resize", &["a", "2M"]);
         assert!(
-            complaint.contains("`nvme-mpt resize a 2M --truncate`"),
-            "{complaint}"
+            error_message.contains("`nvme-mpt resize a 2M --truncate`"),
+            "{error_message}"
         );
-        let complaint = refused(&bench, "resize", &["a", "2M", "--truncate"]);
+        let error_message = refused(&bench, "resize", &["a", "2M", "--truncate"]);
         assert!(
-            complaint.contains("A VMM is connected to function a")
-                && !complaint.contains("--force"),
-            "{complaint}"
+            error_message.contains("A VMM is connected to function a")
+                && !error_message.contains("--force"),
+            "{error_message}"
         );
         assert!(guest.has((0, 8 * MIB), 1));
         drop(guest);
         await_no_guest(&bench);
-        for (size, complaint) in [
+        for (size, error_message) in [
             ("2560K", "not a multiple of its unit 1M: 2M and 3M are"),
             ("0", "less than a unit"),
         ] {
-            let told = refused(&bench, "resize", &["a", size, "--truncate"]);
+            let message = refused(&bench, "resize", &["a", size, "--truncate"]);
             assert!(
-                told.contains("Cannot resize function a") && told.contains(complaint),
-                "{told}"
+                message.contains("Cannot resize function a") && message.contains(error_message),
+                "{message}"
             );
         }
-        let complaint = refused(&bench, "resize", &["a", "2M"]);
-        assert!(complaint.contains("--truncate"), "{complaint}");
+        let error_message = refused(&bench, "resize", &["a", "2M"]);
+        assert!(error_message.contains("--truncate"), "{error_message}");
 
         let resized = resize(&bench, &["a", "2M", "--truncate"]).unwrap();
         assert_eq!(resized, "Resized a: 2M\n");
@@ -415,8 +415,8 @@ fn a_function_shrinks_only_on_request_and_released_extents_are_erased() {
             );
         }
         let mut guest = Guest::attach(&bench, &format!("{id}.sock"));
-        let kept = if others { 0 } else { 2 * MIB };
-        assert!(guest.has((kept, 58 * MIB), 0));
+        let remaining_bytes = if others { 0 } else { 2 * MIB };
+        assert!(guest.has((remaining_bytes, 58 * MIB), 0));
         drop(guest);
         await_no_guest(&bench);
         assert!(file_has(&bench, (1, 2), 1));
@@ -444,8 +444,8 @@ fn a_lease_keeps_its_size_if_the_smaller_size_cannot_be_stored() {
     let file = bench.path("one.control.functions.toml");
     fs::remove_file(&file).unwrap();
     fs::create_dir(&file).unwrap();
-    let complaint = refused(&bench, "resize", &["a", "2M", "--truncate"]);
-    assert!(complaint.contains("Cannot write"), "{complaint}");
+    let message = refused(&bench, "resize", &["a", "2M", "--truncate"]);
+    assert!(message.contains("Cannot write"), "{message}");
     assert_eq!(extents(&bench, "a"), [(0, 8)]);
     fs::remove_dir(&file).unwrap();
     fs::write(&file, before).unwrap();
@@ -487,8 +487,8 @@ fn a_configured_function_grows_by_a_reload_without_interruption() {
         (&["a", "12M", "--truncate"], in_the_file),
         (&["a", "4M", "--truncate"], "shrinks only without one"),
     ] {
-        let complaint = refused(&bench, "resize", arguments);
-        assert!(complaint.contains(reason), "{complaint}");
+        let error_message = refused(&bench, "resize", arguments);
+        assert!(error_message.contains(reason), "{error_message}");
     }
     let reload = || bench.ask("reload", &[]);
     write_file(&bench, "12M", "");
@@ -511,15 +511,15 @@ fn a_configured_function_grows_by_a_reload_without_interruption() {
     assert_eq!(extents(&bench, "a"), [(8, 12)]);
     // After a refused reload, no function has changed, and none was added.
     let other = "\n[[function]]\nid = \"n\"\nsocket = \"n.sock\"\npath = \"memory:1M\"\n";
-    for (size, complaint) in [
+    for (size, error_message) in [
         ("61M", "no capacity for 49M more"),
         ("14848K", "not a multiple of its unit 1M"),
     ] {
         write_file(&bench, size, other);
-        let told = refused(&bench, "reload", &[]);
+        let message = refused(&bench, "reload", &[]);
         assert!(
-            told.contains("Cannot resize function a") && told.contains(complaint),
-            "{told}"
+            message.contains("Cannot resize function a") && message.contains(error_message),
+            "{message}"
         );
         assert!(!exists(&bench.path("n.sock")));
     }
@@ -566,7 +566,7 @@ fn resize_refuses_ranges_and_lists_ids_for_an_unknown_id() {
     let server = Server::start(serve).unwrap();
     let mut vmm = TestVmm::start(&bench, "path=drive.img,range=16M+16M,id=v", 1);
     assert_eq!(vmm.report(), "attached");
-    for (arguments, complaint) in [
+    for (arguments, error_message) in [
         (&["r", "16M"][..], "only leases by size (size=)"),
         (&["r", "4M"], "only leases by size (size=)"),
         (&["r", "4M", "--truncate"], "has a range="),
@@ -581,8 +581,8 @@ fn resize_refuses_ranges_and_lists_ids_for_an_unknown_id() {
             "x.sock\"; the functions are: r, a, v",
         ),
     ] {
-        let told = refused(&bench, "resize", arguments);
-        assert!(told.contains(complaint), "{arguments:?}: {told}");
+        let message = refused(&bench, "resize", arguments);
+        assert!(message.contains(error_message), "{arguments:?}: {message}");
     }
     assert_eq!(vmm.pass(), "passed");
     vmm.end();
@@ -617,18 +617,15 @@ fn a_function_in_a_vmm_grows_while_it_is_attached() {
     assert!(is_larger(&stats), "{stats}");
     assert_eq!([vmm.pass(), vmm.order("read")], ["passed", "passed"]);
 
-    let complaint = refused(&bench, "resize", &["first", "8M"]);
-    assert!(complaint.contains("--truncate"), "{complaint}");
-    let complaint = refused(&bench, "resize", &["first", "8M", "--truncate"]);
+    let message = refused(&bench, "resize", &["first", "8M"]);
+    assert!(message.contains("--truncate"), "{message}");
+    let message = refused(&bench, "resize", &["first", "8M", "--truncate"]);
     assert!(
-        complaint.contains("A VMM is connected to function first"),
-        "{complaint}"
+        message.contains("A VMM is connected to function first"),
+        "{message}"
     );
-    let complaint = refused(&bench, "resize", &["first", "64M"]);
-    assert!(
-        complaint.contains("no capacity for 32M more"),
-        "{complaint}"
-    );
+    let message = refused(&bench, "resize", &["first", "64M"]);
+    assert!(message.contains("no capacity for 32M more"), "{message}");
     assert_eq!(vmm.pass(), "passed");
 
     // The next server restores the lease with its grown size, although the function's options have the previous size.

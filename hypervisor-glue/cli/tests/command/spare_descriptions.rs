@@ -37,8 +37,8 @@ fn attach(bench: &Bench) -> (Disk, Controller) {
 }
 
 /// Returns the number of read-only open file descriptions of a path that the supervisor holds.
-fn spares(kept: &SupervisedServer, path: &Path) -> usize {
-    let process = PathBuf::from(format!("/proc/{}", kept.supervisor_pid()));
+fn spares(supervised: &SupervisedServer, path: &Path) -> usize {
+    let process = PathBuf::from(format!("/proc/{}", supervised.supervisor_pid()));
     let path = path.canonicalize().unwrap();
     let mut count = 0;
     for entry in fs::read_dir(process.join("fd")).unwrap() {
@@ -56,10 +56,10 @@ fn spares(kept: &SupervisedServer, path: &Path) -> usize {
 }
 
 /// Waits until the supervisor holds `wanted` spare descriptions of a path.
-fn await_spares(kept: &SupervisedServer, path: &Path, wanted: usize) {
+fn await_spares(supervised: &SupervisedServer, path: &Path, wanted: usize) {
     let deadline = Instant::now() + TIMEOUT;
-    while spares(kept, path) != wanted {
-        assert!(Instant::now() < deadline, "{}", spares(kept, path));
+    while spares(supervised, path) != wanted {
+        assert!(Instant::now() < deadline, "{}", spares(supervised, path));
         thread::sleep(Duration::from_millis(20));
     }
 }
@@ -89,29 +89,29 @@ fn the_supervisor_has_a_spare_description_of_each_lease_until_the_lease_ends() {
     let drive = bench.path("drive.img");
     let mut serve = bench.serve_command("one", &["path=drive.img,range=0+1M,socket=a.sock,id=a"]);
     serve.args(["--drive", "path=drive.img"]);
-    let kept =
+    let supervised =
         SupervisedServer::start_command(&bench, &["--deaths", "100000", "--delay", "0"], &serve);
     bench
         .ask("add", &["path=drive.img,range=1M+1M,socket=b.sock,id=b"])
         .unwrap();
     let mut vmm = TestVmm::start(&bench, "path=drive.img,range=16M+16M,id=vmm", 1);
     assert_eq!(vmm.report(), "attached");
-    await_spares(&kept, &drive, 3);
+    await_spares(&supervised, &drive, 3);
     for round in 0..2 {
-        kept.kill_server();
-        await_spares(&kept, &drive, 3);
+        supervised.kill_server();
+        await_spares(&supervised, &drive, 3);
         assert_eq!(vmm.pass(), "passed", "round {round}");
-        kept.upgrade(&bench);
-        await_spares(&kept, &drive, 3);
+        supervised.upgrade(&bench);
+        await_spares(&supervised, &drive, 3);
         assert_eq!(vmm.pass(), "passed", "round {round}");
     }
     bench.ask("remove", &["b"]).unwrap();
-    assert_eq!(spares(&kept, &drive), 2, "a file is closed by then");
+    assert_eq!(spares(&supervised, &drive), 2, "a file is closed by then");
     vmm.end();
-    await_spares(&kept, &drive, 1);
+    await_spares(&supervised, &drive, 1);
     bench.ask("remove", &["a"]).unwrap();
-    assert_eq!(spares(&kept, &drive), 0);
-    kept.stop();
+    assert_eq!(spares(&supervised, &drive), 0);
+    supervised.stop();
 }
 
 #[test]
@@ -121,38 +121,39 @@ fn the_spare_of_an_absent_vmm_is_closed_with_its_drive() {
         return;
     }
     let drive = bench.path("drive.img");
-    let kept = SupervisedServer::start(&bench, &["path=drive.img,range=0+1M,socket=a.sock,id=a"]);
+    let supervised =
+        SupervisedServer::start(&bench, &["path=drive.img,range=0+1M,socket=a.sock,id=a"]);
     let mut vmm = TestVmm::start(&bench, "path=drive.img,range=16M+16M,id=vmm", 1);
     assert_eq!(vmm.report(), "attached");
-    await_spares(&kept, &drive, 2);
+    await_spares(&supervised, &drive, 2);
     vmm.stop_process();
-    kept.kill_server();
+    supervised.kill_server();
     vmm.kill();
-    assert_eq!(spares(&kept, &drive), 2);
+    assert_eq!(spares(&supervised, &drive), 2);
     bench.ask("remove", &["a"]).unwrap();
-    assert_eq!(spares(&kept, &drive), 0);
-    kept.stop();
+    assert_eq!(spares(&supervised, &drive), 0);
+    supervised.stop();
 }
 
 /// A block device whose file is on a file system that is smaller than the device. The server's buffered writes to the
 /// device complete before their write-back fails.
 struct Device {
     path: PathBuf,
-    folder: TempDir,
+    dir: TempDir,
 }
 
 impl Device {
     /// Returns `None` with a message if this process may not create the device.
     fn new() -> Option<Self> {
-        let folder = tempfile::tempdir().unwrap();
-        let place = folder.path().to_str().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().to_str().unwrap();
         let size = format!("size={CAPACITY}");
         run(&["mount", "-t", "tmpfs", "-o", &size, "drive", place])?;
         let mut device = Self {
             path: PathBuf::new(),
-            folder,
+            dir,
         };
-        let file = device.folder.path().join("drive.img");
+        let file = device.dir.path().join("drive.img");
         File::create(&file).unwrap().set_len(DEVICE + 512).unwrap();
         let file = file.to_str().unwrap();
         let made = run(&["losetup", "--find", "--show", "--sector-size", "4096", file])?;
@@ -166,7 +167,7 @@ impl Drop for Device {
         if !self.path.as_os_str().is_empty() {
             run(&["losetup", "--detach", self.path.to_str().unwrap()]);
         }
-        run(&["umount", "--lazy", self.folder.path().to_str().unwrap()]);
+        run(&["umount", "--lazy", self.dir.path().to_str().unwrap()]);
     }
 }
 
@@ -189,12 +190,12 @@ fn run(command: &[&str]) -> Option<String> {
 /// Makes a write-back of the device fail. Then consumes the error, so that it is not reported for files that are opened
 /// later.
 fn fail_a_write_back(device: &Path) {
-    let told = File::open(device).unwrap();
+    let reader = File::open(device).unwrap();
     let file = File::options().write(true).open(device).unwrap();
     file.write_all_at(&vec![0x41; 4 * CAPACITY as usize], 0)
         .unwrap();
     // This sync consumes the error, as a server does that is killed before it records the error.
-    told.sync_all().unwrap_err();
+    reader.sync_all().unwrap_err();
 }
 
 #[test]
@@ -204,20 +205,20 @@ fn a_flush_fails_if_a_server_was_killed_with_the_report_of_a_lost_write() {
     };
     let bench = Bench::new();
     let function = format!("path={},lba=4096,socket=a.sock,id=a", device.path.display());
-    let kept = SupervisedServer::start(&bench, &[&function]);
+    let supervised = SupervisedServer::start(&bench, &[&function]);
     let (mut disk, controller) = attach(&bench);
     disk.flush().unwrap();
-    assert_eq!(spares(&kept, &device.path), 1);
-    kept.kill_server();
+    assert_eq!(spares(&supervised, &device.path), 1);
+    supervised.kill_server();
     disk.flush().unwrap();
 
     fail_a_write_back(&device.path);
-    kept.kill_server();
+    supervised.kill_server();
     disk.flush().expect_err("it promised what was lost");
     // The spare description has reported the error once, and the server has recorded it.
-    kept.kill_server();
+    supervised.kill_server();
     disk.flush().unwrap_err();
-    let log = kept.log();
+    let log = supervised.log();
     assert!(log.contains("Lease a lost completed writes, as"), "{log}");
     assert_eq!(log.matches("could not be written").count(), 1, "{log}");
 
@@ -225,18 +226,18 @@ fn a_flush_fails_if_a_server_was_killed_with_the_report_of_a_lost_write() {
     drop((disk, controller));
     let (mut disk, controller) = attach(&bench);
     disk.flush().unwrap();
-    kept.kill_server();
+    supervised.kill_server();
     disk.flush().unwrap();
 
     fail_a_write_back(&device.path);
-    kept.upgrade(&bench);
+    supervised.upgrade(&bench);
     disk.flush()
         .expect_err("the server after one that was replaced promised it");
 
     drop((disk, controller));
     await_waiting(&bench);
-    let trouble = bench.ask("remove", &["a"]).unwrap_err();
-    assert!(trouble.contains("lost completed writes"), "{trouble}");
-    assert_eq!(spares(&kept, &device.path), 0);
-    kept.stop();
+    let failure = bench.ask("remove", &["a"]).unwrap_err();
+    assert!(failure.contains("lost completed writes"), "{failure}");
+    assert_eq!(spares(&supervised, &device.path), 0);
+    supervised.stop();
 }

@@ -14,25 +14,25 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// A directory with its own drive file, state directory and sockets.
 pub(crate) struct Bench {
-    folder: TempDir,
+    dir: TempDir,
 }
 
 impl Bench {
     /// Creates a bench with a drive file of 64 MiB.
     pub(crate) fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let drive = File::create(folder.path().join("drive.img")).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let drive = File::create(dir.path().join("drive.img")).unwrap();
         drive.set_len(64 << 20).unwrap();
-        Self { folder }
+        Self { dir }
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.dir.path().join(name)
     }
 
     /// Returns the sorted file names in the directory.
     pub(crate) fn names(&self) -> Vec<String> {
-        let entries = self.folder.path().read_dir().unwrap();
+        let entries = self.dir.path().read_dir().unwrap();
         let mut names: Vec<_> = entries
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
@@ -47,7 +47,7 @@ impl Bench {
             .arg(command)
             .args(["--state-dir", "state"])
             .args(arguments)
-            .current_dir(&self.folder)
+            .current_dir(&self.dir)
             .env("RUST_LOG", "warn")
             .stdin(Stdio::null());
         nvme_mpt
@@ -90,7 +90,7 @@ impl Bench {
             let held_up = match &answer {
                 Ok(printed) => !complete(printed),
                 // The server or the function's thread has not answered, so nothing has changed.
-                Err(complaint) => complaint.contains("does not answer"),
+                Err(message) => message.contains("does not answer"),
             };
             if !held_up || Instant::now() > deadline {
                 return answer;

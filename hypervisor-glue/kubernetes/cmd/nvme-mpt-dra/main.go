@@ -100,9 +100,9 @@ func runNode(ctx context.Context, arguments []string) error {
 		state      = flags.String("state-dir", "/var/lib/nvme-mpt", "state folder of `nvme-mpt serve`")
 		control    = flags.String("control", "", "control socket of `nvme-mpt serve` (default: that of the state folder)")
 		sockets    = flags.String("sockets-dir", "", "folder for sockets of claims, by the path that the server has for it (default: claims in the state folder)")
-		cdiFolder  = flags.String("cdi-dir", "/var/run/cdi", "folder of CDI files")
+		cdiDir     = flags.String("cdi-dir", "/var/run/cdi", "folder of CDI files")
 		interval   = flags.Duration("interval", 15*time.Second, "time between two looks at the server")
-		patience   = flags.Duration("change-timeout", 5*time.Minute, "longest time for a change; data of former tenants is erased within it")
+		timeout    = flags.Duration("change-timeout", 5*time.Minute, "longest time for a change; data of former tenants is erased within it")
 		weightMax  = flags.Int64("weight-max", node.DefaultWeight, "largest weight that a claim may ask for; a DeviceClass may give more")
 		rates      devices.Rates
 		unit       bytes
@@ -134,14 +134,14 @@ func runNode(ctx context.Context, arguments []string) error {
 				Control:  *control,
 				Unit:     int64(unit),
 				Question: 15 * time.Second,
-				Change:   *patience,
+				Change:   *timeout,
 			},
 			Cluster: claims.Cluster{Client: api},
 			Folder:  *sockets,
-			CDI:     cdi.Folder(*cdiFolder),
+			CDI:     cdi.Folder(*cdiDir),
 			// If Prepare fails, kubelet repeats the request after ten seconds or more. So Prepare waits that long itself.
-			HoldPatience: 10 * time.Second,
-			WeightMax:    *weightMax,
+			HoldTimeout: 10 * time.Second,
+			WeightMax:   *weightMax,
 		},
 		Client:     api,
 		Rates:      rates,

@@ -72,7 +72,7 @@ func IsKept(claim *resourceapi.ResourceClaim) (bool, error) {
 		if err != nil {
 			return false, err
 		}
-		if function.Fate(claim) == parameters.Keep {
+		if function.DataPolicy(claim) == parameters.Keep {
 			return true, nil
 		}
 	}

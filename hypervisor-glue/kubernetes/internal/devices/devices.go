@@ -51,7 +51,7 @@ type Rates struct {
 // Facts are the server's reports about a node.
 type Facts struct {
 	Drives     []server.Drive
-	Rooms      []server.Room
+	Capacities []server.DriveCapacity
 	Leases     []server.Lease
 	HostDrives []server.HostDrive
 	// IsCounted reports whether the scheduler already counts the lease against the drive.
@@ -83,11 +83,11 @@ func IsPhysical(drive string) bool {
 
 // NameOf returns the device name of a namespace: the drive's name, to which the namespace's number is appended if it is not the
 // first one.
-func NameOf(room server.Room) string {
-	if !IsPhysical(room.Drive) || room.NSID <= 1 {
-		return Name(room.Drive)
+func NameOf(capacity server.DriveCapacity) string {
+	if !IsPhysical(capacity.Drive) || capacity.NSID <= 1 {
+		return Name(capacity.Drive)
 	}
-	return fmt.Sprintf("%s-n%d", Name(room.Drive), room.NSID)
+	return fmt.Sprintf("%s-n%d", Name(capacity.Drive), capacity.NSID)
 }
 
 // isPublished reports whether claims can use a drive: its data must outlive the server.
@@ -97,20 +97,20 @@ func isPublished(drive string) bool {
 
 // Of returns the devices for all namespaces of all drives, sorted by name.
 func Of(facts Facts, rates Rates) []resourceapi.Device {
-	rooms := make(map[string][]server.Room, len(facts.Rooms))
-	for _, room := range facts.Rooms {
-		rooms[room.Drive] = append(rooms[room.Drive], room)
+	capacities := make(map[string][]server.DriveCapacity, len(facts.Capacities))
+	for _, capacity := range facts.Capacities {
+		capacities[capacity.Drive] = append(capacities[capacity.Drive], capacity)
 	}
 	var all []resourceapi.Device
 	for _, drive := range facts.Drives {
 		if !isPublished(drive.Path) {
 			continue
 		}
-		namespaces := rooms[drive.Path]
+		namespaces := capacities[drive.Path]
 		sort.Slice(namespaces, func(i, j int) bool { return namespaces[i].NSID < namespaces[j].NSID })
 		whole := rates
-		for _, room := range namespaces {
-			all = append(all, device(drive, room, facts, whole))
+		for _, capacity := range namespaces {
+			all = append(all, device(drive, capacity, facts, whole))
 			// The capacities of the whole drive, such as queue pairs, are published with the first namespace alone, so that the
 			// scheduler counts them once.
 			drive.QueuePairs, whole = nil, Rates{}
@@ -120,17 +120,17 @@ func Of(facts Facts, rates Rates) []resourceapi.Device {
 	return all
 }
 
-func device(drive server.Drive, room server.Room, facts Facts, rates Rates) resourceapi.Device {
+func device(drive server.Drive, capacity server.DriveCapacity, facts Facts, rates Rates) resourceapi.Device {
 	device := resourceapi.Device{
-		Name:                     NameOf(room),
+		Name:                     NameOf(capacity),
 		AllowMultipleAllocations: new(true),
-		Attributes:               attributes(drive, room, facts),
+		Attributes:               attributes(drive, capacity, facts),
 		Capacity: map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
-			names.Size: size(room, facts.IsCounted),
+			names.Size: size(capacity, facts.IsCounted),
 		},
 	}
 	if pairs := drive.QueuePairs; pairs != nil {
-		device.Capacity[names.Queues] = amount(queues(pairs, room, facts), resource.DecimalSI, 0)
+		device.Capacity[names.Queues] = amount(queues(pairs, capacity, facts), resource.DecimalSI, 0)
 	}
 	if rate := rates.IOPS; rate.Total > 0 {
 		device.Capacity[names.IOPS] = amount(rate.Total, resource.DecimalSI, rate.Default)
@@ -162,7 +162,7 @@ func warnings(drive server.Drive) string {
 	return strings.Join(drive.CriticalWarning.Reasons(), betweenReasons)
 }
 
-func attributes(drive server.Drive, room server.Room, facts Facts) map[resourceapi.QualifiedName]resourceapi.DeviceAttribute {
+func attributes(drive server.Drive, capacity server.DriveCapacity, facts Facts) map[resourceapi.QualifiedName]resourceapi.DeviceAttribute {
 	text := func(value string) resourceapi.DeviceAttribute {
 		value = strings.TrimSpace(value)
 		return resourceapi.DeviceAttribute{StringValue: new(value[:min(len(value), attributeLength)])}
@@ -182,13 +182,13 @@ func attributes(drive server.Drive, room server.Room, facts Facts) map[resourcea
 		"model":   text(drive.Model),
 		"health":  text(health),
 		"kind":    text(kind),
-		"lbaSize": {IntValue: new(room.LBABytes)},
+		"lbaSize": {IntValue: new(capacity.LBABytes)},
 	}
 	if reasons != "" {
 		found["warnings"] = text(reasons)
 	}
-	if IsPhysical(drive.Path) && room.NSID > 0 {
-		found["namespace"] = resourceapi.DeviceAttribute{IntValue: new(room.NSID)}
+	if IsPhysical(drive.Path) && capacity.NSID > 0 {
+		found["namespace"] = resourceapi.DeviceAttribute{IntValue: new(capacity.NSID)}
 	}
 	for _, host := range facts.HostDrives {
 		if host.Address != drive.Path {
@@ -203,37 +203,37 @@ func attributes(drive server.Drive, room server.Room, facts Facts) map[resourcea
 }
 
 // size returns the capacity in bytes: the free bytes plus those that the scheduler already counts.
-func size(room server.Room, isCounted func(string) bool) resourceapi.DeviceCapacity {
-	bytes := room.Free
-	for _, use := range room.Uses {
+func size(capacity server.DriveCapacity, isCounted func(string) bool) resourceapi.DeviceCapacity {
+	bytes := capacity.Free
+	for _, use := range capacity.Uses {
 		if isCounted(use.ID) {
 			bytes += use.Bytes
 		}
 	}
-	bytes -= bytes % room.Unit
+	bytes -= bytes % capacity.Unit
 	quantity := func(bytes int64) *resource.Quantity { return resource.NewQuantity(bytes, resource.BinarySI) }
-	capacity := resourceapi.DeviceCapacity{Value: *quantity(bytes)}
-	switch unit := room.Unit; {
+	published := resourceapi.DeviceCapacity{Value: *quantity(bytes)}
+	switch unit := capacity.Unit; {
 	case bytes >= 2*unit:
-		capacity.RequestPolicy = &resourceapi.CapacityRequestPolicy{
+		published.RequestPolicy = &resourceapi.CapacityRequestPolicy{
 			Default:    quantity(unit),
 			ValidRange: &resourceapi.CapacityRequestPolicyRange{Min: quantity(unit), Step: quantity(unit)},
 		}
 	case bytes == unit:
 		// The capacity has a single valid value, because the rest is too small for a range with a step.
-		capacity.RequestPolicy = &resourceapi.CapacityRequestPolicy{
+		published.RequestPolicy = &resourceapi.CapacityRequestPolicy{
 			Default:     quantity(unit),
 			ValidValues: []resource.Quantity{*quantity(unit)},
 		}
 	}
-	return capacity
+	return published
 }
 
 // queues returns the total number of queue pairs that claims can reserve. One pair of the drive stays for shared queues.
-func queues(pairs *server.QueuePairs, room server.Room, facts Facts) int64 {
+func queues(pairs *server.QueuePairs, capacity server.DriveCapacity, facts Facts) int64 {
 	others := pairs.Reserved
-	here := make(map[string]bool, len(room.Uses))
-	for _, use := range room.Uses {
+	here := make(map[string]bool, len(capacity.Uses))
+	for _, use := range capacity.Uses {
 		here[use.ID] = true
 	}
 	for _, lease := range facts.Leases {

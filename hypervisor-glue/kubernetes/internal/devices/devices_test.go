@@ -26,7 +26,7 @@ func facts() Facts {
 			{Path: "/srv/images/Drive.img", Model: "nvme-mpt file drive"},
 			{Path: "memory:1G", Model: "nvme-mpt memory drive"},
 		},
-		Rooms: []server.Room{
+		Capacities: []server.DriveCapacity{
 			{Drive: "0000:01:00.0", Bytes: 300*gib + 4096, LBABytes: 4096, Unit: gib, Free: 300 * gib},
 			{Drive: "/srv/images/Drive.img", Bytes: 10 * gib, LBABytes: 512, Unit: gib, Free: 10 * gib},
 			{Drive: "memory:1G", Bytes: gib, LBABytes: 512, Unit: gib, Free: gib},
@@ -83,9 +83,9 @@ func TestDrivesHaveCapacitiesAndAttributes(t *testing.T) {
 
 func TestNamespacesOfADriveHaveDevicesOfTheirOwn(t *testing.T) {
 	found := facts()
-	found.Rooms[0].NSID = 1
-	second := server.Room{Drive: "0000:01:00.0", NSID: 2, Bytes: 50 * gib, LBABytes: 512, Unit: gib, Free: 50 * gib}
-	found.Rooms = append([]server.Room{second}, found.Rooms...)
+	found.Capacities[0].NSID = 1
+	second := server.DriveCapacity{Drive: "0000:01:00.0", NSID: 2, Bytes: 50 * gib, LBABytes: 512, Unit: gib, Free: 50 * gib}
+	found.Capacities = append([]server.DriveCapacity{second}, found.Capacities...)
 	all := Of(found, rates)
 	if len(all) != 3 || all[0].Name != "pci-0000-01-00-0" || all[1].Name != "pci-0000-01-00-0-n2" {
 		t.Fatalf("devices %v", all)
@@ -113,8 +113,8 @@ func TestWhatTheSchedulerCountsStaysInTheCapacity(t *testing.T) {
 	claim := names.Lease("00000000-0000-4000-8000-000000000001", 0)
 	gone := names.Lease("00000000-0000-4000-8000-000000000002", 0)
 	found := facts()
-	found.Rooms[0].Free = 170 * gib
-	found.Rooms[0].Uses = []server.Use{
+	found.Capacities[0].Free = 170 * gib
+	found.Capacities[0].Uses = []server.Use{
 		{ID: claim, Bytes: 100 * gib, Leased: true},
 		{ID: gone, Bytes: 20 * gib},
 		{ID: "by-hand", Bytes: 10 * gib, Leased: true},
@@ -135,7 +135,7 @@ func TestPoliciesAreValidHoweverLittleIsLeft(t *testing.T) {
 		policy string
 	}{{0, "none"}, {gib, "values"}, {2 * gib, "range"}} {
 		found := facts()
-		found.Rooms[0].Free = test.free
+		found.Capacities[0].Free = test.free
 		size := Of(found, rates)[0].Capacity[names.Size]
 		policy := "none"
 		if size.RequestPolicy != nil && size.RequestPolicy.ValidRange != nil {
@@ -213,8 +213,8 @@ func TestDrivesThatWarnOfTheirHealthAreTaintedWithTheReasons(t *testing.T) {
 
 func TestAllNamespacesOfADriveHaveItsWarning(t *testing.T) {
 	found := facts()
-	found.Rooms[0].NSID = 1
-	found.Rooms = append(found.Rooms, server.Room{
+	found.Capacities[0].NSID = 1
+	found.Capacities = append(found.Capacities, server.DriveCapacity{
 		Drive: "0000:01:00.0", NSID: 2, Bytes: 50 * gib, LBABytes: 512, Unit: gib, Free: 50 * gib,
 	})
 	found.Drives[0].CriticalWarning = server.WarningReadOnly

@@ -282,8 +282,8 @@ func TestAllocatedClaimsStayFittingWhateverTheServerReportsNow(t *testing.T) {
 	}
 	found := facts()
 	found.Drives = found.Drives[1:2]
-	found.Rooms[1].Free = 4 * gib
-	found.Rooms[1].Uses = []server.Use{{ID: names.Lease(first.UID, 0), Bytes: 6 * gib, Leased: true}}
+	found.Capacities[1].Free = 4 * gib
+	found.Capacities[1].Uses = []server.Use{{ID: names.Lease(first.UID, 0), Bytes: 6 * gib, Leased: true}}
 	s.devices = Of(found, rates)
 	if s.allocate(claim(3, nil)) {
 		t.Error("a third claim fits a full drive")

@@ -117,12 +117,12 @@ func (d *Driver) Resources(ctx context.Context, all bool) resourceslice.DriverRe
 func (d *Driver) facts(ctx context.Context, unallocated sets.Set[string]) (devices.Facts, error) {
 	server := d.options.Node.Server
 	drives, err1 := server.Drives(ctx)
-	rooms, err2 := server.Rooms(ctx)
+	capacities, err2 := server.Capacities(ctx)
 	leases, err3 := server.Leases(ctx)
 	host, err4 := server.HostDrives(ctx)
 	facts := devices.Facts{
 		Drives:     drives,
-		Rooms:      rooms,
+		Capacities: capacities,
 		Leases:     leases,
 		HostDrives: host,
 		IsCounted: func(lease string) bool {

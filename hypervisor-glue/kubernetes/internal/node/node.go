@@ -60,8 +60,8 @@ type Node struct {
 	CDI    cdi.Folder
 	// WeightMax is the maximum weight that a claim may request, unless its class has a larger one; 0 for DefaultWeight.
 	WeightMax int64
-	// HoldPatience is the time for which Prepare waits until a claim that keeps its data is held.
-	HoldPatience time.Duration
+	// HoldTimeout is the time for which Prepare waits until a claim that keeps its data is held.
+	HoldTimeout time.Duration
 	// After is called after each step with a lasting effect. Tests end the process there.
 	After func(step string)
 
@@ -82,12 +82,12 @@ func (n *Node) after(step string) {
 
 // state is the present state of a server.
 type state struct {
-	rooms     []server.Room
-	functions map[string]server.Function
+	capacities []server.DriveCapacity
+	functions  map[string]server.Function
 }
 
 func (n *Node) state(ctx context.Context) (state, error) {
-	rooms, err := n.Server.Rooms(ctx)
+	capacities, err := n.Server.Capacities(ctx)
 	if err != nil {
 		return state{}, err
 	}
@@ -99,19 +99,19 @@ func (n *Node) state(ctx context.Context) (state, error) {
 	for _, function := range list {
 		functions[function.ID] = function
 	}
-	return state{rooms, functions}, nil
+	return state{capacities, functions}, nil
 }
 
 // has returns the capacity report of the namespace on which the id has a lease or data, if there is one.
-func (s state) has(id string) (room server.Room, found bool) {
-	for _, room := range s.rooms {
-		for _, use := range room.Uses {
+func (s state) has(id string) (capacity server.DriveCapacity, found bool) {
+	for _, capacity := range s.capacities {
+		for _, use := range capacity.Uses {
 			if use.ID == id {
-				return room, true
+				return capacity, true
 			}
 		}
 	}
-	return server.Room{}, false
+	return server.DriveCapacity{}, false
 }
 
 // ids returns the lease ids of claims that have a function, a lease or data.
@@ -125,8 +125,8 @@ func (s state) ids() sets.Set[string] {
 	for id := range s.functions {
 		add(id)
 	}
-	for _, room := range s.rooms {
-		for _, use := range room.Uses {
+	for _, capacity := range s.capacities {
+		for _, use := range capacity.Uses {
 			add(use.ID)
 		}
 	}
@@ -161,7 +161,7 @@ func (n *Node) awaitHold(ctx context.Context, claim *resourceapi.ResourceClaim) 
 	if err != nil || !kept || claims.IsHeld(claim) {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, n.HoldPatience)
+	ctx, cancel := context.WithTimeout(ctx, n.HoldTimeout)
 	defer cancel()
 	for {
 		select {
@@ -292,24 +292,24 @@ func (n *Node) options(claim *resourceapi.ResourceClaim, index int, result resou
 	if function.Weight > weightMax {
 		return none, fmt.Errorf("weight %d: a claim may have up to %d: ask for less, or for a larger -weight-max of the plugin", function.Weight, weightMax)
 	}
-	var room *server.Room
-	for i := range now.rooms {
-		if devices.NameOf(now.rooms[i]) == result.Device {
-			room = &now.rooms[i]
+	var capacity *server.DriveCapacity
+	for i := range now.capacities {
+		if devices.NameOf(now.capacities[i]) == result.Device {
+			capacity = &now.capacities[i]
 		}
 	}
-	if room == nil {
+	if capacity == nil {
 		return none, fmt.Errorf("the server has no drive for device %s: give it to `nvme-mpt serve` with --drive", result.Device)
 	}
 	id := names.Lease(claim.UID, index)
 	if other, found := now.has(id); found && devices.NameOf(other) != result.Device {
 		return none, fmt.Errorf("its data is on drive %s, device %s, and it was allocated on %s, device %s: delete the claim to give the data up",
-			other.Drive, devices.NameOf(other), room.Drive, result.Device)
+			other.Drive, devices.NameOf(other), capacity.Drive, result.Device)
 	}
 	// Without a namespace, the server would take the first one with enough space.
 	var namespace int64
-	if devices.IsPhysical(room.Drive) {
-		namespace = room.NSID
+	if devices.IsPhysical(capacity.Drive) {
+		namespace = capacity.NSID
 	}
 	amount := func(name resourceapi.QualifiedName) int64 {
 		quantity := result.ConsumedCapacity[name]
@@ -322,7 +322,7 @@ func (n *Node) options(claim *resourceapi.ResourceClaim, index int, result resou
 	return server.Options{
 		ID:        id,
 		Socket:    filepath.Join(n.claimFolder(claim.UID), strconv.Itoa(index), SocketName),
-		Drive:     room.Drive,
+		Drive:     capacity.Drive,
 		Namespace: namespace,
 		Size:      size,
 		Unit:      n.Server.Unit,
@@ -426,11 +426,11 @@ func (n *Node) unprepare(ctx context.Context, uid types.UID, namespace, name str
 
 // release releases the lease and the data of an id, if it has any.
 func (n *Node) release(ctx context.Context, id string) error {
-	rooms, err := n.Server.Rooms(ctx)
+	capacities, err := n.Server.Capacities(ctx)
 	if err != nil {
 		return err
 	}
-	if _, found := (state{rooms: rooms}).has(id); !found {
+	if _, found := (state{capacities: capacities}).has(id); !found {
 		return nil
 	}
 	if err := n.Server.Release(ctx, id); err != nil {
@@ -482,7 +482,7 @@ func (n *Node) kept(ctx context.Context, uid types.UID, namespace, name string, 
 		if err != nil {
 			return nil, err
 		}
-		if function.Fate(claim) == parameters.Keep {
+		if function.DataPolicy(claim) == parameters.Keep {
 			kept.Insert(id)
 		}
 	}

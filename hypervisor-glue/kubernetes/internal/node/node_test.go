@@ -211,18 +211,18 @@ func (b *bench) functions(t *testing.T) []string {
 	return ids
 }
 
-// room returns the free MiB of the drive, and the ids that have the other MiB, each with its number of MiB.
-func (b *bench) room(t *testing.T) (free int64, ids []string) {
+// capacity returns the free MiB of the drive, and the ids that have the other MiB, each with its number of MiB.
+func (b *bench) capacity(t *testing.T) (free int64, ids []string) {
 	t.Helper()
-	rooms, err := b.Server.Rooms(t.Context())
-	if err != nil || len(rooms) != 1 {
-		t.Fatalf("rooms %v, %v", rooms, err)
+	capacities, err := b.Server.Capacities(t.Context())
+	if err != nil || len(capacities) != 1 {
+		t.Fatalf("capacities %v, %v", capacities, err)
 	}
-	for _, use := range rooms[0].Uses {
+	for _, use := range capacities[0].Uses {
 		ids = append(ids, fmt.Sprintf("%s %d", use.ID, use.Bytes/testserver.MiB))
 	}
 	slices.Sort(ids)
-	return rooms[0].Free / testserver.MiB, ids
+	return capacities[0].Free / testserver.MiB, ids
 }
 
 // files returns the names of CDI files and of folders of sockets.
@@ -247,7 +247,7 @@ func (b *bench) checkNothing(t *testing.T) {
 	if functions := b.functions(t); len(functions) > 0 {
 		t.Errorf("functions are left: %v", functions)
 	}
-	if free, ids := b.room(t); free != testserver.Bytes/testserver.MiB || len(ids) > 0 {
+	if free, ids := b.capacity(t); free != testserver.Bytes/testserver.MiB || len(ids) > 0 {
 		t.Errorf("%d MiB are free, and %v have the others", free, ids)
 	}
 	if files := b.files(t); len(files) > 0 {
@@ -263,7 +263,7 @@ func (b *bench) checkPrepared(t *testing.T, claim *resourceapi.ResourceClaim) {
 	if functions := b.functions(t); !slices.Equal(functions, []string{first, second}) {
 		t.Errorf("the functions are %v", functions)
 	}
-	if free, ids := b.room(t); free != 49 || !slices.Equal(ids, []string{first + " 10", second + " 5"}) {
+	if free, ids := b.capacity(t); free != 49 || !slices.Equal(ids, []string{first + " 10", second + " 5"}) {
 		t.Errorf("%d MiB are free, and %v have the others", free, ids)
 	}
 	text, err := os.ReadFile(filepath.Join(string(b.CDI), "nvme-mpt.internal-function_"+string(claim.UID)+".json"))
@@ -345,7 +345,7 @@ func TestDataOfAKeptClaimStaysUntilTheClaimIsDeleted(t *testing.T) {
 		b.prepare(t, claim)
 		b.unprepare(t, claim)
 		kept := []string{names.Lease(claim.UID, 0) + " 10", names.Lease(claim.UID, 1) + " 5"}
-		if free, ids := b.room(t); free != 49 || !slices.Equal(ids, kept) {
+		if free, ids := b.capacity(t); free != 49 || !slices.Equal(ids, kept) {
 			t.Errorf("%d MiB are free, and %v have the others", free, ids)
 		}
 		if functions, files := b.functions(t), b.files(t); len(functions)+len(files) > 0 {
@@ -404,7 +404,7 @@ func TestParametersDecideOverData(t *testing.T) {
 				claim.Status.Allocation = nil
 			}
 			b.unprepare(t, claim)
-			if _, ids := b.room(t); (len(ids) > 0) != test.kept {
+			if _, ids := b.capacity(t); (len(ids) > 0) != test.kept {
 				t.Errorf("%v have data", ids)
 			}
 		})
@@ -518,7 +518,7 @@ func TestDataOnAnotherDriveIsNotLeftBehind(t *testing.T) {
 	}
 }
 
-func TestAClaimGetsTheNamespaceWhoseRoomWasPublished(t *testing.T) {
+func TestAClaimGetsTheNamespaceWhoseCapacityWasPublished(t *testing.T) {
 	b := newBench(t, testserver.Fake(t))
 	const drive = "0000:01:00.0"
 	testserver.Change(t, b.Server, func(state *testserver.State) {
@@ -558,7 +558,7 @@ func TestAFunctionThatFailedIsReported(t *testing.T) {
 	b.checkNothing(t)
 }
 
-func TestRoomOfClaimsThatAreGoneIsTaken(t *testing.T) {
+func TestCapacityOfClaimsThatAreGoneIsTaken(t *testing.T) {
 	testserver.Each(t, func(t *testing.T, s *server.Server) {
 		b := newBench(t, s)
 		first := held(b.claim(1, 60))
@@ -570,7 +570,7 @@ func TestRoomOfClaimsThatAreGoneIsTaken(t *testing.T) {
 		}
 		b.cluster.remove(first)
 		b.prepare(t, second)
-		if _, ids := b.room(t); !slices.Equal(ids, []string{names.Lease(second.UID, 0) + " 10"}) {
+		if _, ids := b.capacity(t); !slices.Equal(ids, []string{names.Lease(second.UID, 0) + " 10"}) {
 			t.Errorf("%v have the drive", ids)
 		}
 		b.unprepare(t, second)
@@ -589,7 +589,7 @@ func TestWithoutAnAPIServerNoDataIsGivenUp(t *testing.T) {
 	if _, err := b.Collect(t.Context(), true); err == nil {
 		t.Error("no error")
 	}
-	if _, ids := b.room(t); len(ids) != 1 {
+	if _, ids := b.capacity(t); len(ids) != 1 {
 		t.Errorf("%v have data", ids)
 	}
 	b.cluster.Err = ""
@@ -826,7 +826,7 @@ func TestAPluginThatIsKilledBetweenAnyTwoStepsGoesOn(t *testing.T) {
 
 func TestAClaimIsPreparedOnceItIsHeld(t *testing.T) {
 	b := newBench(t, testserver.Fake(t))
-	b.HoldPatience = 3 * time.Minute
+	b.HoldTimeout = 3 * time.Minute
 	claim := b.claim(1, 3)
 	looks := 0
 	b.Cluster = &holding{cluster: b.cluster, look: func() {

@@ -138,8 +138,8 @@ func (f *Function) check() error {
 	return nil
 }
 
-// Fate returns the policy for a claim's data after its last pod has ended: the one in the parameters, or else the default.
-func (f *Function) Fate(claim *resourceapi.ResourceClaim) Data {
+// DataPolicy returns the policy for a claim's data after its last pod has ended: the one in the parameters, or else the default.
+func (f *Function) DataPolicy(claim *resourceapi.ResourceClaim) Data {
 	if f.Data != "" {
 		return f.Data
 	}

@@ -79,7 +79,7 @@ func TestDataOfAPodsClaimGoesWithThePod(t *testing.T) {
 	for _, test := range []struct {
 		owners []metav1.OwnerReference
 		data   Data
-		fate   Data
+		policy Data
 	}{
 		{nil, "", Keep},
 		{[]metav1.OwnerReference{other}, "", Keep},
@@ -89,8 +89,8 @@ func TestDataOfAPodsClaimGoesWithThePod(t *testing.T) {
 	} {
 		claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{OwnerReferences: test.owners}}
 		function := Function{Data: test.data}
-		if fate := function.Fate(claim); fate != test.fate {
-			t.Errorf("%v: %s", test, fate)
+		if policy := function.DataPolicy(claim); policy != test.policy {
+			t.Errorf("%v: %s", test, policy)
 		}
 	}
 }

@@ -56,8 +56,8 @@ type QueuePairs struct {
 	Reserved int64 `json:"reserved"`
 }
 
-// Room is the capacity report of a drive's namespace, in bytes. Only physical drives have namespaces other than 1.
-type Room struct {
+// DriveCapacity is the capacity report of a drive's namespace, in bytes. Only physical drives have namespaces other than 1.
+type DriveCapacity struct {
 	Drive    string `json:"drive"`
 	NSID     int64  `json:"nsid"`
 	Bytes    int64  `json:"bytes"`
@@ -197,15 +197,15 @@ func (s *Server) Drives(ctx context.Context) ([]Drive, error) {
 	return stats.Drives, err
 }
 
-// Rooms returns the capacity of each namespace of each drive.
-func (s *Server) Rooms(ctx context.Context) ([]Room, error) {
+// Capacities returns the capacity of each namespace of each drive.
+func (s *Server) Capacities(ctx context.Context) ([]DriveCapacity, error) {
 	arguments := []string{"capacity", "--json"}
 	if s.Unit > 0 {
 		arguments = append(arguments, "--unit", strconv.FormatInt(s.Unit, 10))
 	}
-	var rooms []Room
-	err := s.ask(ctx, s.Question, &rooms, arguments...)
-	return rooms, err
+	var capacities []DriveCapacity
+	err := s.ask(ctx, s.Question, &capacities, arguments...)
+	return capacities, err
 }
 
 // Leases returns the leases in the ledger.
@@ -251,8 +251,8 @@ func (s *Server) Release(ctx context.Context, id string) error {
 	return err
 }
 
-func (s *Server) ask(ctx context.Context, patience time.Duration, answer any, arguments ...string) error {
-	output, err := s.run(ctx, patience, arguments...)
+func (s *Server) ask(ctx context.Context, timeout time.Duration, answer any, arguments ...string) error {
+	output, err := s.run(ctx, timeout, arguments...)
 	if err != nil {
 		return err
 	}
@@ -266,13 +266,13 @@ func (s *Server) ask(ctx context.Context, patience time.Duration, answer any, ar
 // grace is the time for reading the rest of a command's output, after the command was killed at its deadline.
 const grace = time.Second
 
-func (s *Server) run(ctx context.Context, patience time.Duration, arguments ...string) ([]byte, error) {
-	told := "nvme-mpt " + strings.Join(arguments, " ")
+func (s *Server) run(ctx context.Context, timeout time.Duration, arguments ...string) ([]byte, error) {
+	commandText := "nvme-mpt " + strings.Join(arguments, " ")
 	user, err := s.User()
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	arguments = append(arguments, "--state-dir", s.StateDir)
 	if s.Control != "" {
@@ -287,9 +287,9 @@ func (s *Server) run(ctx context.Context, patience time.Duration, arguments ...s
 	case err == nil:
 		return output.Bytes(), nil
 	case errors.Is(ctx.Err(), context.DeadlineExceeded):
-		return nil, fmt.Errorf("%s did not answer within %s: look at the server's log: %w", told, patience, ctx.Err())
+		return nil, fmt.Errorf("%s did not answer within %s: look at the server's log: %w", commandText, timeout, ctx.Err())
 	default:
-		return nil, fmt.Errorf("%s: %s: %w", told, strings.TrimSpace(complaint.String()), err)
+		return nil, fmt.Errorf("%s: %s: %w", commandText, strings.TrimSpace(complaint.String()), err)
 	}
 }
 

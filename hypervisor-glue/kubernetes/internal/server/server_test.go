@@ -41,16 +41,16 @@ func TestFunctionsComeAndGo(t *testing.T) {
 		if function := functions[0]; function.ID != "a" || function.Socket != options.Socket || function.Drive != options.Drive || function.State.Failed != "" {
 			t.Errorf("function %v", function)
 		}
-		rooms, err := s.Rooms(t.Context())
-		if err != nil || len(rooms) != 1 {
-			t.Fatalf("rooms %v, %v", rooms, err)
+		capacities, err := s.Capacities(t.Context())
+		if err != nil || len(capacities) != 1 {
+			t.Fatalf("capacities %v, %v", capacities, err)
 		}
-		room := rooms[0]
-		if room.Drive != drives[0].Path || room.Bytes != testserver.Bytes || room.Free != 56*testserver.MiB || room.LBABytes != 512 || room.Unit == 0 {
-			t.Errorf("room %v", room)
+		capacity := capacities[0]
+		if capacity.Drive != drives[0].Path || capacity.Bytes != testserver.Bytes || capacity.Free != 56*testserver.MiB || capacity.LBABytes != 512 || capacity.Unit == 0 {
+			t.Errorf("capacity %v", capacity)
 		}
-		if len(room.Uses) != 1 || room.Uses[0] != (server.Use{ID: "a", Bytes: 8 * testserver.MiB, Leased: true}) {
-			t.Errorf("uses %v", room.Uses)
+		if len(capacity.Uses) != 1 || capacity.Uses[0] != (server.Use{ID: "a", Bytes: 8 * testserver.MiB, Leased: true}) {
+			t.Errorf("uses %v", capacity.Uses)
 		}
 		leases, err := s.Leases(t.Context())
 		if err != nil || len(leases) != 1 || leases[0].ID != "a" {
@@ -65,8 +65,8 @@ func TestFunctionsComeAndGo(t *testing.T) {
 		if err := s.Release(t.Context(), "a"); err != nil {
 			t.Fatal(err)
 		}
-		if rooms, err := s.Rooms(t.Context()); err != nil || rooms[0].Free != testserver.Bytes {
-			t.Errorf("rooms %v, %v", rooms, err)
+		if capacities, err := s.Capacities(t.Context()); err != nil || capacities[0].Free != testserver.Bytes {
+			t.Errorf("capacities %v, %v", capacities, err)
 		}
 		if err := s.Remove(t.Context(), "a", true); err == nil || !strings.Contains(err.Error(), "nvme-mpt remove --json a") {
 			t.Errorf("the error is %v", err)

@@ -184,7 +184,7 @@ func (s *State) run(arguments []string) (any, error) {
 	case "drives":
 		return s.HostDrives, nil
 	case "capacity":
-		return s.rooms(), nil
+		return s.capacities(), nil
 	case "list":
 		return s.Functions, nil
 	case "leases":
@@ -196,19 +196,19 @@ func (s *State) run(arguments []string) (any, error) {
 	}
 }
 
-func (s *State) rooms() []server.Room {
-	var rooms []server.Room
+func (s *State) capacities() []server.DriveCapacity {
+	var capacities []server.DriveCapacity
 	for _, drive := range s.Drives {
-		room := server.Room{Drive: drive.Path, NSID: s.NSIDs[drive.Path], Bytes: s.Bytes, LBABytes: 512, Unit: s.Unit, Free: s.Bytes}
+		capacity := server.DriveCapacity{Drive: drive.Path, NSID: s.NSIDs[drive.Path], Bytes: s.Bytes, LBABytes: 512, Unit: s.Unit, Free: s.Bytes}
 		for _, data := range s.Data {
 			if data.Drive == drive.Path {
-				room.Free -= data.Bytes
-				room.Uses = append(room.Uses, server.Use{ID: data.ID, Bytes: data.Bytes, Leased: data.Leased})
+				capacity.Free -= data.Bytes
+				capacity.Uses = append(capacity.Uses, server.Use{ID: data.ID, Bytes: data.Bytes, Leased: data.Leased})
 			}
 		}
-		rooms = append(rooms, room)
+		capacities = append(capacities, capacity)
 	}
-	return rooms
+	return capacities
 }
 
 func (s *State) leases(arguments []string) (any, error) {
@@ -245,9 +245,9 @@ func (s *State) add(options string) (any, error) {
 	}
 	own := slices.IndexFunc(s.Data, func(data Data) bool { return data.ID == id && data.Drive == drive })
 	if own < 0 {
-		rooms := s.rooms()
-		place := slices.IndexFunc(rooms, func(room server.Room) bool { return room.Drive == drive })
-		if place < 0 || rooms[place].Free < size {
+		capacities := s.capacities()
+		place := slices.IndexFunc(capacities, func(capacity server.DriveCapacity) bool { return capacity.Drive == drive })
+		if place < 0 || capacities[place].Free < size {
 			return nil, fmt.Errorf("drive %s has no room for %d bytes", drive, size)
 		}
 		s.Data = append(s.Data, Data{ID: id, Drive: drive, Bytes: size})

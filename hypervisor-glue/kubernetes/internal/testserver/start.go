@@ -26,8 +26,8 @@ const (
 	Drive = "drive.img"
 )
 
-// patience is the timeout of each command. It exceeds any delay of a busy machine.
-const patience = 3 * time.Minute
+// timeout is the timeout of each command. It exceeds any delay of a busy machine.
+const timeout = 3 * time.Minute
 
 // Fake returns a fake server with one drive.
 func Fake(t testing.TB) *server.Server {
@@ -42,7 +42,7 @@ func Fake(t testing.TB) *server.Server {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &server.Server{Binary: self, StateDir: folder, Unit: MiB, Question: patience, Change: patience}
+	return &server.Server{Binary: self, StateDir: folder, Unit: MiB, Question: timeout, Change: timeout}
 }
 
 // Change changes the state of a fake server.
@@ -99,7 +99,7 @@ func Real(t testing.TB) *server.Server {
 	for lines.Scan() {
 		if lines.Text() == "ready" {
 			go func() { _, _ = io.Copy(io.Discard, output) }()
-			return &server.Server{Binary: binary, StateDir: state, Unit: MiB, Question: patience, Change: patience}
+			return &server.Server{Binary: binary, StateDir: state, Unit: MiB, Question: timeout, Change: timeout}
 		}
 	}
 	t.Fatalf("the server did not become ready:\n%s", &log)

@@ -250,7 +250,7 @@ impl FileRules {
     /// Adds the operator's rules. A rule with a missing path is logged and skipped: if the start failed instead, VMs of the
     /// predecessor would lose their drives.
     pub(crate) fn with_rules(self, rules: impl IntoIterator<Item = FileRule>) -> Self {
-        let (there, absent): (Vec<_>, Vec<_>) =
+        let (present, absent): (Vec<_>, Vec<_>) =
             rules.into_iter().partition(|rule| rule.path.exists());
         for FileRule { path, .. } in absent {
             let path = path.display();
@@ -259,7 +259,7 @@ impl FileRules {
                  restarted"
             );
         }
-        Self::new(self.rules.into_iter().chain(there), self.port)
+        Self::new(self.rules.into_iter().chain(present), self.port)
     }
 
     /// Returns whether the rules grant this access to the path. If the file is also reachable through another mount, the kernel
@@ -346,7 +346,7 @@ mod tests {
         let rule: FileRule = "access=xr,path=\"/a,b\"".parse().unwrap();
         assert_eq!(rule, FileRule::new("/a,b", FileAccess::EXECUTE));
         assert_eq!(rule.access.to_string(), "rx");
-        for (text, complaint) in [
+        for (text, error_message) in [
             ("path=/srv", "\"access\" is missing"),
             ("access=rw", "\"path\" is missing"),
             ("path=/srv,access=rw,mode=3", "no option \"mode\""),
@@ -354,19 +354,19 @@ mod tests {
             ("path=/srv,access=rr", "use letters of rwx"),
         ] {
             let error = text.parse::<FileRule>().unwrap_err();
-            let told = report::chain(&error);
-            assert!(told.contains(complaint), "{told}");
+            let message = report::chain(&error);
+            assert!(message.contains(error_message), "{message}");
         }
     }
 
     #[test]
     fn rights_add_up_along_a_path() {
-        let folder = tempfile::tempdir().unwrap();
-        let inner = folder.path().join("inner");
+        let dir = tempfile::tempdir().unwrap();
+        let inner = dir.path().join("inner");
         fs::create_dir(&inner).unwrap();
         fs::write(inner.join("image"), "").unwrap();
-        std::os::unix::fs::symlink(inner.join("image"), folder.path().join("link")).unwrap();
-        let read = FileRule::new(folder.path(), FileAccess::READ);
+        std::os::unix::fs::symlink(inner.join("image"), dir.path().join("link")).unwrap();
+        let read = FileRule::new(dir.path(), FileAccess::READ);
         let written = FileRule {
             path: inner.clone(),
             access: "w".parse().unwrap(),
@@ -374,29 +374,29 @@ mod tests {
         let rules = FileRules::new([read], None).with_rules([written]);
         let gives = |path: &Path, access| rules.is_allowed(&FileRule::new(path, access));
         assert!(gives(&inner.join("image"), FileAccess::WRITE));
-        assert!(gives(&folder.path().join("link"), FileAccess::WRITE));
-        assert!(gives(folder.path(), FileAccess::READ));
-        assert!(!gives(folder.path(), FileAccess::WRITE));
+        assert!(gives(&dir.path().join("link"), FileAccess::WRITE));
+        assert!(gives(dir.path(), FileAccess::READ));
+        assert!(!gives(dir.path(), FileAccess::WRITE));
         assert!(!gives(&inner, FileAccess::EXECUTE));
         assert!(!gives(Path::new("/"), FileAccess::READ));
-        let absent = FileRule::new(folder.path().join("absent"), FileAccess::READ);
+        let absent = FileRule::new(dir.path().join("absent"), FileAccess::READ);
         let count = rules.rules.len();
         assert_eq!(rules.with_rules([absent]).rules.len(), count);
     }
 
     #[test]
     fn a_restricted_thread_has_only_the_rights_of_its_rules() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name);
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
         fs::create_dir(path("inside")).unwrap();
         fs::write(path("outside"), "text").unwrap();
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
         let rules = FileRules::new([FileRule::new(path("inside"), FileAccess::WRITE)], Some(0));
-        let folder = folder.path().to_owned();
+        let dir = dir.path().to_owned();
         let restricted = move || {
             let version = rules.enforce().unwrap()?;
-            let inside = folder.join("inside");
+            let inside = dir.join("inside");
             fs::write(inside.join("a"), "text").unwrap();
             fs::rename(inside.join("a"), inside.join("b")).unwrap();
             UnixListener::bind(inside.join("socket")).unwrap();
@@ -409,11 +409,11 @@ mod tests {
             let refused = |done: io::Result<()>| {
                 assert_eq!(done.unwrap_err().kind(), ErrorKind::PermissionDenied);
             };
-            let outside = folder.join("outside");
+            let outside = dir.join("outside");
             refused(File::open(&outside).map(drop));
             refused(OpenOptions::new().write(true).open(&outside).map(drop));
-            refused(fs::write(folder.join("new"), "text"));
-            refused(UnixListener::bind(folder.join("socket")).map(drop));
+            refused(fs::write(dir.join("new"), "text"));
+            refused(UnixListener::bind(dir.join("socket")).map(drop));
             refused(fs::remove_file(&outside));
             if version >= ABI::V4 {
                 refused(TcpStream::connect(("127.0.0.1", port)).map(drop));

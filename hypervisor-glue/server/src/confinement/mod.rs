@@ -148,7 +148,7 @@ impl ProcessConfinement {
      [[landlock-rule]] in its file. Under a supervisor, restart it with `kill -KILL`: an upgrade keeps the old rules",
     .rule.path.display(),
     .rule.access,
-    folder(.rule).display(),
+    parent_dir(.rule).display(),
     .rule.access
 )]
 pub struct LandlockRefusal {
@@ -163,7 +163,7 @@ impl LandlockRefusal {
 }
 
 /// Returns the directory to name in the rule that would allow a refused file.
-fn folder(refused: &FileRule) -> &Path {
+fn parent_dir(refused: &FileRule) -> &Path {
     match refused.path.is_dir() {
         true => &refused.path,
         false => refused.path.parent().unwrap_or(&refused.path),
@@ -290,8 +290,11 @@ mod tests {
     #[test]
     fn a_filter_that_only_logs_does_not_confine() {
         assert_eq!(describe_filter(SeccompMode::On), "Confined by seccomp");
-        let told = describe_filter(SeccompMode::Log);
-        assert!(told.starts_with("Not confined by seccomp: "), "{told}");
+        let description = describe_filter(SeccompMode::Log);
+        assert!(
+            description.starts_with("Not confined by seccomp: "),
+            "{description}"
+        );
     }
 
     #[test]

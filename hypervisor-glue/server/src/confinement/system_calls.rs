@@ -402,11 +402,11 @@ mod tests {
     #[test]
     fn a_process_does_its_ordinary_work() {
         run_filtered(|| {
-            let folder = tempfile::tempdir().unwrap();
-            let path = folder.path().join("file");
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("file");
             fs::write(&path, "text").unwrap();
-            fs::rename(&path, folder.path().join("other")).unwrap();
-            File::open(folder.path()).unwrap().sync_all().unwrap();
+            fs::rename(&path, dir.path().join("other")).unwrap();
+            File::open(dir.path()).unwrap().sync_all().unwrap();
             UnixStream::pair().unwrap();
             memfd_create("memory", MemfdFlags::CLOEXEC).unwrap();
             // Starting threads and processes uses clone3 or its fallback.
@@ -436,8 +436,8 @@ mod tests {
             let unshare = Command::new("unshare").args(["--user", "true"]).output();
             let unshare = unshare.unwrap();
             assert!(!unshare.status.success());
-            let told = String::from_utf8(unshare.stderr).unwrap();
-            assert!(told.contains("Function not implemented"), "{told}");
+            let stderr = String::from_utf8(unshare.stderr).unwrap();
+            assert!(stderr.contains("Function not implemented"), "{stderr}");
         });
     }
 }

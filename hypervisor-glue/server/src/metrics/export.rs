@@ -202,8 +202,8 @@ impl MetricsSnapshot {
     }
 }
 
-fn origin_label(origin: DeclarationSource) -> &'static str {
-    match origin {
+fn origin_label(source: DeclarationSource) -> &'static str {
+    match source {
         DeclarationSource::CommandLine => "command line",
         DeclarationSource::File => "file",
         DeclarationSource::Added => "added",
@@ -295,12 +295,12 @@ fn write_resets(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) ->
 
 fn write_pauses(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) -> fmt::Result {
     let stalls = functions.iter().filter_map(|function| {
-        let stall = function.stall?;
+        let pause = function.stall?;
         let labels = [
             ("function", function.id.as_str()),
-            ("cause", stall.cause.label()),
+            ("cause", pause.cause.label()),
         ];
-        Some((labels, stall.seconds))
+        Some((labels, pause.seconds))
     });
     let mut stalls = stalls.peekable();
     if stalls.peek().is_none() {
@@ -603,7 +603,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_vmms_lease_has_processor_time_and_stall_but_no_vmm_statistics() {
+    fn a_vmms_lease_has_processor_time_and_pause_but_no_vmm_statistics() {
         let mut snapshot = full();
         let function = &mut snapshot.stats.functions[0];
         function.process = Some(4711);
@@ -628,18 +628,18 @@ pub(super) mod tests {
     fn each_metric_is_declared_once_and_all_samples_follow_it() {
         for format in [MetricsFormat::OpenMetrics, MetricsFormat::Prometheus] {
             let text = full().into_text(format);
-            let mut declared = Vec::new();
+            let mut metric_names = Vec::new();
             for line in text.lines() {
                 match line.strip_prefix("# TYPE ") {
-                    Some(rest) => declared.push(rest.split(' ').next().unwrap()),
+                    Some(rest) => metric_names.push(rest.split(' ').next().unwrap()),
                     None if line.starts_with('#') => {}
-                    None => assert!(line.starts_with(declared.last().unwrap()), "{line}"),
+                    None => assert!(line.starts_with(metric_names.last().unwrap()), "{line}"),
                 }
             }
-            let all = declared.len();
-            declared.sort_unstable();
-            declared.dedup();
-            assert_eq!(declared.len(), all);
+            let all = metric_names.len();
+            metric_names.sort_unstable();
+            metric_names.dedup();
+            assert_eq!(metric_names.len(), all);
         }
     }
 
@@ -663,9 +663,9 @@ pub(super) mod tests {
         assert_eq!(json["uid"], "nvme-mpt");
         let text = full().into_text(MetricsFormat::OpenMetrics);
         let exported: BTreeSet<String> = names(&text).into_iter().collect();
-        let asked = metric_names_in(&dashboard);
-        assert!(asked.len() > 25, "{asked:?}");
-        let unknown: Vec<_> = asked.difference(&exported).collect();
+        let request = metric_names_in(&dashboard);
+        assert!(request.len() > 25, "{request:?}");
+        let unknown: Vec<_> = request.difference(&exported).collect();
         assert_eq!(unknown, [""; 0]);
         // Labels that queries use. Prometheus itself adds `instance`.
         for label in [
@@ -675,8 +675,8 @@ pub(super) mod tests {
         }
         for by in dashboard.split(" by (").skip(1) {
             for label in by.split(')').next().unwrap().split(", ") {
-                let there = label == "instance" || text.contains(&format!("{label}=\""));
-                assert!(there, "no label {label}");
+                let is_used = label == "instance" || text.contains(&format!("{label}=\""));
+                assert!(is_used, "no label {label}");
             }
         }
     }

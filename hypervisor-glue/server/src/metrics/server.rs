@@ -190,8 +190,8 @@ impl MetricsServer {
     ) -> Result<Self, MetricsError> {
         let MetricsListener { socket, file } = listener;
         let source: Arc<dyn MetricsSource> = Arc::new(source);
-        let asked = source.clone();
-        let health = HealthWatch::start(move || asked.drives(), source.health());
+        let request = source.clone();
+        let health = HealthWatch::start(move || request.drives(), source.health());
         let health = health.map_err(MetricsError::Thread)?;
         if socket.is_none() && file.is_none() {
             return Ok(Self {
@@ -201,7 +201,7 @@ impl MetricsServer {
             });
         }
         let (stopped, stop) = io::pipe().map_err(MetricsError::Thread)?;
-        let figures = MetricsTextCache {
+        let cache = MetricsTextCache {
             source,
             monotonic_pollers: MonotonicPollerStats::default(),
             texts: Vec::new(),
@@ -211,7 +211,7 @@ impl MetricsServer {
             clients: Vec::new(),
             file: file.map(|file| (file, Duration::ZERO)),
             accept_after: Duration::ZERO,
-            texts: figures,
+            texts: cache,
         };
         let thread = start_thread("metrics", move || serving.run(&stopped));
         Ok(Self {
@@ -293,14 +293,14 @@ impl MetricsThreadState {
             let mut index = 0;
             let Self {
                 clients,
-                texts: figures,
+                texts: cache,
                 ..
             } = &mut self;
             clients.retain_mut(|client| {
                 let is_ready = ready.clients.get(index).is_some_and(|ready| *ready);
                 index += 1;
                 let progress = match is_ready {
-                    true => client.advance(&mut |format| figures.text(format)),
+                    true => client.advance(&mut |format| cache.text(format)),
                     false => Ok(HttpProgress::Pending),
                 };
                 matches!(progress, Ok(HttpProgress::Pending)) && !client.time_left().is_zero()
@@ -328,9 +328,9 @@ impl MetricsThreadState {
         let now = clock::monotonic();
         let mut times: Vec<Duration> = self.clients.iter().map(HttpConnection::time_left).collect();
         times.extend(self.file.iter().map(|(_, next)| next.saturating_sub(now)));
-        let rest = self.accept_after.saturating_sub(now);
-        let accepts = rest.is_zero();
-        times.extend(Some(rest).filter(|rest| !rest.is_zero()));
+        let accept_wait = self.accept_after.saturating_sub(now);
+        let accepts = accept_wait.is_zero();
+        times.extend(Some(accept_wait).filter(|accept_wait| !accept_wait.is_zero()));
         let timeout = match times.into_iter().min() {
             None => PollTimeout::NONE,
             // Rounded up, so that the deadline has passed when the wait ends.
@@ -454,8 +454,8 @@ mod tests {
 
     #[test]
     fn metrics_are_served_over_tcp_and_unix_sockets_in_both_formats() {
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("m.sock");
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("m.sock");
         for place in ["0", &format!("unix:{}", socket.display())] {
             let (server, address) = server(&tcp_options(place));
             let address = address.unwrap();
@@ -494,13 +494,13 @@ mod tests {
         slow.write_all(b"GET /metr").unwrap();
         let mut deaf = connect(&address);
         deaf.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
-        let silent = connect(&address);
+        let idle = connect(&address);
         assert!(get(&address, "*/*").starts_with("HTTP/1.1 200"));
         slow.write_all(b"ics HTTP/1.1\r\n\r\n").unwrap();
         let mut answer = String::new();
         slow.read_to_string(&mut answer).unwrap();
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-        drop((deaf, silent));
+        drop((deaf, idle));
         assert!(get(&address, "*/*").starts_with("HTTP/1.1 200"));
     }
 
@@ -537,23 +537,17 @@ mod tests {
 
     #[test]
     fn clients_that_ask_at_once_share_a_text() {
-        let mut figures = MetricsTextCache {
+        let mut cache = MetricsTextCache {
             source: Arc::new(CountingMetricsSource(Arc::default())),
             monotonic_pollers: MonotonicPollerStats::default(),
             texts: Vec::new(),
         };
-        let first = figures.text(MetricsFormat::Prometheus);
-        figures.texts[0].1 = clock::monotonic() + TIMEOUT;
-        assert!(Arc::ptr_eq(
-            &first,
-            &figures.text(MetricsFormat::Prometheus)
-        ));
-        // Clears the cache, as if the texts had become too old.
-        figures.texts.clear();
-        assert!(!Arc::ptr_eq(
-            &first,
-            &figures.text(MetricsFormat::Prometheus)
-        ));
+        let first = cache.text(MetricsFormat::Prometheus);
+        cache.texts[0].1 = clock::monotonic() + TIMEOUT;
+        assert!(Arc::ptr_eq(&first, &cache.text(MetricsFormat::Prometheus)));
+        // Expires the cached texts.
+        cache.texts.clear();
+        assert!(!Arc::ptr_eq(&first, &cache.text(MetricsFormat::Prometheus)));
     }
 
     /// Timeout that exceeds any delay of a busy machine.
@@ -561,8 +555,8 @@ mod tests {
 
     #[test]
     fn the_metrics_file_exists_while_the_server_runs() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("nvme-mpt.prom");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("nvme-mpt.prom");
         let options = MetricsOptions {
             file: Some(path.clone()),
             ..MetricsOptions::default()
@@ -590,32 +584,32 @@ mod tests {
                 .contains("function=\"vm-1\"")
         );
         drop(server);
-        assert_eq!(folder.path().read_dir().unwrap().count(), 0);
+        assert_eq!(dir.path().read_dir().unwrap().count(), 0);
     }
 
     #[test]
     fn a_metrics_file_that_the_node_exporter_ignores_is_refused() {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         for name in ["nvme-mpt.txt", "nvme-mpt", "prom"] {
-            let file = Some(folder.path().join(name));
+            let file = Some(dir.path().join(name));
             let error = MetricsListener::bind(&MetricsOptions {
                 file,
                 ..MetricsOptions::default()
             });
-            let told = error.unwrap_err().to_string();
+            let message = error.unwrap_err().to_string();
             assert!(
-                told.contains(&format!("/{name}: use --metrics-file")),
-                "{told}"
+                message.contains(&format!("/{name}: use --metrics-file")),
+                "{message}"
             );
-            assert!(told.ends_with(".prom"), "{told}");
+            assert!(message.ends_with(".prom"), "{message}");
         }
-        assert_eq!(folder.path().read_dir().unwrap().count(), 0);
+        assert_eq!(dir.path().read_dir().unwrap().count(), 0);
     }
 
     #[test]
     fn an_unavailable_metrics_address_is_named_in_the_error() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = Some(folder.path().join("absent/nvme-mpt.prom"));
+        let dir = tempfile::tempdir().unwrap();
+        let file = Some(dir.path().join("absent/nvme-mpt.prom"));
         let error = MetricsListener::bind(&MetricsOptions {
             file,
             ..MetricsOptions::default()

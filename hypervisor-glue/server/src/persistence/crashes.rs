@@ -78,24 +78,24 @@ pub(super) fn write_report(
     state_dir: &Path,
     id: &str,
     state: &[u8],
-    live: Option<BorrowedFd<'_>>,
+    inflight: Option<BorrowedFd<'_>>,
 ) -> Result<PathBuf, QuarantineReportError> {
-    let folder = state_dir.join(REPORTS_DIR).join(report_name(id));
+    let dir = state_dir.join(REPORTS_DIR).join(report_name(id));
     make_state_dir(&state_dir.join(REPORTS_DIR))?;
-    make_state_dir(&folder)?;
-    let report = OpenDirectory::open(&folder)?;
+    make_state_dir(&dir)?;
+    let report = OpenDirectory::open(&dir)?;
     let write = |name: &str, bytes: &[u8]| {
         let name = OsStr::new(name);
         report.replace(name, 0o600, |file| file.write_all(bytes))
     };
     write("state.json", state)?;
-    if let Some(live) = live {
+    if let Some(inflight) = inflight {
         write(
             "live",
-            &read_contents(live).map_err(QuarantineReportError::State)?,
+            &read_contents(inflight).map_err(QuarantineReportError::State)?,
         )?;
     }
-    Ok(folder)
+    Ok(dir)
 }
 
 fn read_contents(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
@@ -166,15 +166,15 @@ mod tests {
     #[test]
     fn a_crash_report_is_private_and_replaces_the_previous_report() {
         let state = tempfile::tempdir().unwrap();
-        let live = tempfile::tempfile().unwrap();
-        live.write_all_at(b"commands", 0).unwrap();
+        let inflight = tempfile::tempfile().unwrap();
+        inflight.write_all_at(b"commands", 0).unwrap();
         for bytes in [&b"a long state"[..], b"{}"] {
-            let folder = write_report(state.path(), "a", bytes, Some(live.as_fd())).unwrap();
-            assert_eq!(folder, state.path().join("set-aside/a"));
-            assert_eq!(fs::read(folder.join("state.json")).unwrap(), bytes);
-            assert_eq!(fs::read(folder.join("live")).unwrap(), b"commands");
+            let dir = write_report(state.path(), "a", bytes, Some(inflight.as_fd())).unwrap();
+            assert_eq!(dir, state.path().join("set-aside/a"));
+            assert_eq!(fs::read(dir.join("state.json")).unwrap(), bytes);
+            assert_eq!(fs::read(dir.join("live")).unwrap(), b"commands");
             for (path, mode) in [("", 0o700), ("state.json", 0o600), ("live", 0o600)] {
-                let permissions = fs::metadata(folder.join(path)).unwrap().permissions();
+                let permissions = fs::metadata(dir.join(path)).unwrap().permissions();
                 assert_eq!(permissions.mode() & 0o777, mode, "{path}");
             }
         }

@@ -50,8 +50,8 @@ pub(super) struct DriveDescriptorQueues(BTreeMap<String, SharedDescriptorQueue>)
 struct SharedDescriptorQueue(Arc<Mutex<DescriptorQueue>>);
 
 impl SharedDescriptorQueue {
-    fn new(bag: DescriptorQueue) -> Self {
-        Self(Arc::new(Mutex::new(bag)))
+    fn new(queue: DescriptorQueue) -> Self {
+        Self(Arc::new(Mutex::new(queue)))
     }
 
     fn lock(&self) -> MutexGuard<'_, DescriptorQueue> {
@@ -62,10 +62,10 @@ impl SharedDescriptorQueue {
 
 impl DescriptorStore for SharedDescriptorQueue {
     fn store(&self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
-        let mut bag = self.lock();
-        bag.put(MAPPINGS, descriptors).map_err(io::Error::other)?;
+        let mut queue = self.lock();
+        queue.put(MAPPINGS, descriptors).map_err(io::Error::other)?;
         // Remove the replaced message, because its descriptors keep memory allocated.
-        if let Err(error) = bag.retain(|_| true) {
+        if let Err(error) = queue.retain(|_| true) {
             log::warn!(
                 "Cannot remove the older table of mappings from the supervisor: {}",
                 report::chain(&error)
@@ -101,10 +101,10 @@ impl DriveDescriptorQueues {
         name: String,
     ) -> Result<PersistedDriveDescriptors, FdStoreError> {
         if let Some(shared) = self.0.get(&name) {
-            let mut bag = shared.lock();
-            let contents = bag.contents()?;
-            bag.retain(|number| number != HANDED_OVER)?;
-            drop(bag);
+            let mut queue = shared.lock();
+            let contents = queue.contents()?;
+            queue.retain(|number| number != HANDED_OVER)?;
+            drop(queue);
             let mut contents: BTreeMap<_, _> = contents.into_iter().collect();
             let mut message = |number| contents.remove(&number).unwrap_or_default();
             return Ok(PersistedDriveDescriptors {
@@ -113,14 +113,14 @@ impl DriveDescriptorQueues {
                 fd_store: Some(Arc::new(shared.clone())),
             });
         }
-        let bag = DescriptorQueue::new()?;
+        let queue = DescriptorQueue::new()?;
         // If the supervisor's store is full, the empty queue is not stored and nothing is lost: the next server resets the
         // drive, as it would with an empty queue.
-        registry.store_descriptors(&name, &bag.ends())?;
-        let bag = SharedDescriptorQueue::new(bag);
-        self.0.insert(name, bag.clone());
+        registry.store_descriptors(&name, &queue.ends())?;
+        let queue = SharedDescriptorQueue::new(queue);
+        self.0.insert(name, queue.clone());
         Ok(PersistedDriveDescriptors {
-            fd_store: Some(Arc::new(bag)),
+            fd_store: Some(Arc::new(queue)),
             ..PersistedDriveDescriptors::default()
         })
     }
@@ -147,13 +147,13 @@ impl ServerPersistence {
         descriptors: &[OwnedFd],
     ) -> Result<(), PersistenceError> {
         let state = self.state();
-        if let Some(bag) = state.drives.0.get(&entry_name(path)) {
-            let bag = bag.lock();
+        if let Some(queue) = state.drives.0.get(&entry_name(path)) {
+            let queue = queue.lock();
             if let Some(held) = process_liveness::hangup_writer() {
-                bag.put(PRESENCE, &[held])?;
+                queue.put(PRESENCE, &[held])?;
             }
             let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
-            bag.put(HANDED_OVER, &descriptors)?;
+            queue.put(HANDED_OVER, &descriptors)?;
         }
         Ok(())
     }
@@ -171,8 +171,8 @@ impl ServerPersistence {
 
     fn retain_messages(&self, path: &str, retained: impl Fn(u64) -> bool) {
         let state = self.state();
-        if let Some(bag) = state.drives.0.get(&entry_name(path))
-            && let Err(error) = bag.lock().retain(retained)
+        if let Some(queue) = state.drives.0.get(&entry_name(path))
+            && let Err(error) = queue.lock().retain(retained)
         {
             let error = report::chain(&error);
             log::error!("Cannot use the supervisor's descriptors of drive {path}: {error}");
@@ -183,12 +183,12 @@ impl ServerPersistence {
     pub(crate) fn forget_other_drives(&self, open: &[Arc<Drive>]) {
         let mut state = self.state();
         let open: Vec<String> = open.iter().map(|drive| entry_name(drive.path())).collect();
-        state.drives.0.retain(|name, bag| {
+        state.drives.0.retain(|name, queue| {
             let is_open = open.contains(name);
             if !is_open {
                 // The queue is emptied first, because the supervisor may take a moment to close it: no other process can use
                 // the drive while any process has the IOMMU's descriptor open.
-                if let Err(error) = bag.clear() {
+                if let Err(error) = queue.clear() {
                     log::error!("Cannot remove {name} from the supervisor: {error}");
                 }
             }
@@ -232,9 +232,9 @@ mod tests {
 
     #[test]
     fn a_server_is_present_until_its_drive_is_open_again() {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let (FdStoreKey { registry, .. }, _supervisor) =
-            FdStoreKey::with_silent_supervisor(folder.path());
+            FdStoreKey::with_silent_supervisor(dir.path());
         let (hangs_up, held) = io::pipe().unwrap();
         let state = OwnedFd::from(tempfile::tempfile().unwrap());
         let name = entry_name("0000:01:00.0");
@@ -243,24 +243,24 @@ mod tests {
             bags.take(&registry, name.clone()).unwrap().handed_over
         };
         assert!(handed(&mut bags).is_empty());
-        let bag = bags.0[&name].clone();
-        bag.lock().put(PRESENCE, &[held.as_fd()]).unwrap();
-        bag.lock().put(HANDED_OVER, &[state.as_fd()]).unwrap();
+        let queue = bags.0[&name].clone();
+        queue.lock().put(PRESENCE, &[held.as_fd()]).unwrap();
+        queue.lock().put(HANDED_OVER, &[state.as_fd()]).unwrap();
         drop(held);
         // The descriptors stay until the drive is open. If the process dies before, the next one gets them.
         assert_eq!(handed(&mut bags).len(), 1);
         assert!(!has_hung_up(&hangs_up));
         assert!(handed(&mut bags).is_empty());
         assert!(!has_hung_up(&hangs_up));
-        bag.lock().retain(|number| number == MAPPINGS).unwrap();
+        queue.lock().retain(|number| number == MAPPINGS).unwrap();
         assert!(hangs_up_soon(&hangs_up));
     }
 
     #[test]
     fn the_iommu_of_a_drive_is_stored_until_its_release() {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let (FdStoreKey { registry, .. }, _supervisor) =
-            FdStoreKey::with_silent_supervisor(folder.path());
+            FdStoreKey::with_silent_supervisor(dir.path());
         let name = entry_name("0000:01:00.0");
         let mut bags = DriveDescriptorQueues::default();
         let supervisor = bags
@@ -268,14 +268,14 @@ mod tests {
             .unwrap()
             .fd_store
             .unwrap();
-        let keep = |count: usize| {
+        let store_descriptors = |count: usize| {
             let (hangs_up, held) = io::pipe().unwrap();
             supervisor.store(&vec![held.as_fd(); count]).unwrap();
             hangs_up
         };
-        let first = keep(3);
+        let first = store_descriptors(3);
         assert!(!has_hung_up(&first));
-        let second = keep(2);
+        let second = store_descriptors(2);
         assert!(hangs_up_soon(&first), "it was replaced");
         // Each server finds the IOMMU's descriptors, until one of them stores others.
         for _ in 0..2 {

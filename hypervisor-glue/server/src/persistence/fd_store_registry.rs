@@ -97,14 +97,14 @@ impl FdStoreRegistry {
     /// descriptors to its successor in between.
     pub(super) fn adopt_client(&self, store: FdStoreClient) -> Result<(), FdStoreError> {
         let mut entries = self.entries();
-        let mut room = store.max();
+        let mut free_entries = store.max();
         for (name, entry) in entries.iter_mut() {
             let count = entry.descriptors.len() as u64;
-            entry.is_unstored = count > room;
+            entry.is_unstored = count > free_entries;
             if entry.is_unstored {
                 continue;
             }
-            room -= count;
+            free_entries -= count;
             let descriptors: Vec<_> = entry.descriptors.iter().map(AsFd::as_fd).collect();
             store.store(name, &descriptors)?;
         }
@@ -194,15 +194,15 @@ impl FdStoreRegistry {
     /// Records copies of the descriptors under a name. Returns whether the supervisor has space for them.
     fn record_entry(&self, name: &str, descriptors: &[impl AsFd]) -> Result<bool, FdStoreError> {
         let clones = descriptors.iter().map(|fd| clone_descriptor(fd.as_fd()));
-        let kept = clones.collect::<Result<Vec<_>, _>>()?;
+        let copies = clones.collect::<Result<Vec<_>, _>>()?;
         let mut entries = self.entries();
         let before = entries.remove(name).unwrap_or_default();
-        let mut has_room = self.has_space(&entries, kept.len());
+        let mut has_room = self.has_space(&entries, copies.len());
         if !has_room && !name.starts_with(SPARE_PREFIX) {
-            has_room = self.evict_spares(&mut entries, kept.len())?;
+            has_room = self.evict_spares(&mut entries, copies.len())?;
         }
         let entry = FdStoreEntry {
-            descriptors: kept,
+            descriptors: copies,
             is_unstored: !has_room,
             ..before
         };
@@ -274,20 +274,20 @@ impl FdStoreRegistry {
     pub(super) fn set_request_log(
         &self,
         name: &str,
-        journal: BorrowedFd<'_>,
+        request_log: BorrowedFd<'_>,
     ) -> Result<(), FdStoreError> {
-        let journal = Some(clone_descriptor(journal)?);
+        let request_log = Some(clone_descriptor(request_log)?);
         self.entries()
             .entry(name.to_owned())
             .or_default()
-            .request_log = journal;
+            .request_log = request_log;
         Ok(())
     }
 
     pub(super) fn descriptors(&self, name: &str) -> Result<Vec<OwnedFd>, FdStoreError> {
         let entries = self.entries();
-        let kept = entries.get(name).map(|entry| entry.descriptors.iter());
-        let copies = kept
+        let stored = entries.get(name).map(|entry| entry.descriptors.iter());
+        let copies = stored
             .into_iter()
             .flatten()
             .map(|fd| clone_descriptor(fd.as_fd()));
@@ -305,7 +305,7 @@ impl FdStoreRegistry {
     /// Calls `pass` with all descriptors and their names. Request logs have the name `journal`.
     pub(crate) fn with_all_descriptors<T>(
         &self,
-        journal: &str,
+        request_log: &str,
         pass: impl FnOnce(Vec<(&str, BorrowedFd<'_>)>) -> T,
     ) -> T {
         let entries = self.entries();
@@ -317,7 +317,7 @@ impl FdStoreRegistry {
                     .iter()
                     .map(|fd| (name.as_str(), fd.as_fd())),
             );
-            all.extend(entry.request_log.iter().map(|fd| (journal, fd.as_fd())));
+            all.extend(entry.request_log.iter().map(|fd| (request_log, fd.as_fd())));
         }
         pass(all)
     }
@@ -345,20 +345,20 @@ mod tests {
     /// Socket of a supervisor that stores nothing.
     struct DiscardingFdStore {
         socket: UnixDatagram,
-        folder: tempfile::TempDir,
+        dir: tempfile::TempDir,
     }
 
     impl DiscardingFdStore {
         fn new() -> Self {
-            let folder = tempfile::tempdir().unwrap();
-            let socket = UnixDatagram::bind(folder.path().join("notify")).unwrap();
+            let dir = tempfile::tempdir().unwrap();
+            let socket = UnixDatagram::bind(dir.path().join("notify")).unwrap();
             socket.set_nonblocking(true).unwrap();
-            Self { socket, folder }
+            Self { socket, dir }
         }
 
         /// Creates a registry that may store `max` descriptors.
         fn registry(&self, max: u64) -> FdStoreRegistry {
-            let path = self.folder.path().join("notify");
+            let path = self.dir.path().join("notify");
             FdStoreRegistry::new(FdStoreClient::connect(path.as_os_str(), max).unwrap())
         }
 
@@ -377,11 +377,11 @@ mod tests {
         let registry = supervisor.registry(3);
         let file = tempfile::tempfile().unwrap();
         let ends = [file.as_fd(); 2];
-        let keep = |name: &str| registry.store_descriptors(name, &ends).unwrap();
-        assert!(keep("function-0"));
+        let store_entry = |name: &str| registry.store_descriptors(name, &ends).unwrap();
+        assert!(store_entry("function-0"));
         let stored = "FDSTORE=1\nFDPOLL=0\nFDNAME=function-";
         assert_eq!(message(), Some(format!("{stored}0")));
-        assert!(!keep("function-1"));
+        assert!(!store_entry("function-1"));
         assert_eq!(message(), None, "a supervisor would drop them");
         let names = registry.with_all_descriptors("journal", |all| {
             let names = all.iter().map(|(name, _)| (*name).to_owned());
@@ -401,22 +401,22 @@ mod tests {
         let first = DiscardingFdStore::new();
         let registry = first.registry(100);
         let file = tempfile::tempfile().unwrap();
-        let keep = |name: &str| {
+        let store_entry = |name: &str| {
             registry
                 .store_descriptors(name, &[file.as_fd(); 2])
                 .unwrap()
         };
-        assert!(keep("function-0") && keep("function-1"));
+        assert!(store_entry("function-0") && store_entry("function-1"));
         registry.check_supervisor();
         assert!(!registry.has_supervisor_ended());
         drop(first);
         registry.check_supervisor();
         assert!(registry.has_supervisor_ended());
         // Without a supervisor, functions are still recorded and removed as VMs connect and disconnect.
-        assert!(!keep("function-2"));
+        assert!(!store_entry("function-2"));
         registry.forget("function-0").unwrap();
         let next = DiscardingFdStore::new();
-        let path = next.folder.path().join("notify");
+        let path = next.dir.path().join("notify");
         // A limit of 3 leaves no capacity for the third set of descriptors.
         let store = FdStoreClient::connect(path.as_os_str(), 3).unwrap();
         registry.adopt_client(store).unwrap();
@@ -441,20 +441,20 @@ mod tests {
         let message = || supervisor.message();
         let registry = supervisor.registry(3);
         let file = tempfile::tempfile().unwrap();
-        let keep = |name: &str, count| {
+        let store_entry = |name: &str, count| {
             registry
                 .store_descriptors(name, &[file.as_fd(); 2][..count])
                 .unwrap()
         };
         let stored = |name| Some(format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}"));
         let removed = |name| Some(format!("FDSTOREREMOVE=1\nFDNAME={name}"));
-        assert!(keep("spare-1", 1) && keep("spare-2", 2));
+        assert!(store_entry("spare-1", 1) && store_entry("spare-2", 2));
         assert_eq!(
             [message(), message()],
             [stored("spare-1"), stored("spare-2")]
         );
-        assert!(!keep("spare-3", 1), "it takes no place from another");
-        assert!(keep("function-0", 2));
+        assert!(!store_entry("spare-3", 1), "it takes no place from another");
+        assert!(store_entry("function-0", 2));
         assert_eq!(
             [message(), message()],
             [removed("spare-2"), stored("function-0")]

@@ -124,9 +124,9 @@ pub fn has_persisted_configuration() -> bool {
 }
 
 /// Reports the server's state to the supervisor or service manager, as in sd_notify(3).
-pub(crate) fn notify(keeping: Option<&ServerPersistence>, assignments: &str) {
-    let notified = match keeping {
-        Some(keeping) => keeping.registry.client().notify(assignments),
+pub(crate) fn notify(persistence: Option<&ServerPersistence>, assignments: &str) {
+    let notified = match persistence {
+        Some(persistence) => persistence.registry.client().notify(assignments),
         None => FdStoreClient::from_env().and_then(|store| match store {
             Some(store) => store.notify(assignments),
             None => Ok(()),
@@ -165,8 +165,8 @@ pub(crate) struct GuestPauseStart {
 impl GuestPauseStart {
     /// Returns the start of the pause of functions in VMMs. Unlike functions on vfio-user, these also continue after an orderly
     /// restart of the server, and without a supervisor.
-    pub(crate) fn for_vmms(keeping: Option<&ServerPersistence>) -> Self {
-        match keeping.map(ServerPersistence::pause_start) {
+    pub(crate) fn for_vmms(persistence: Option<&ServerPersistence>) -> Self {
+        match persistence.map(ServerPersistence::pause_start) {
             Some(begin) if begin.cause == GuestPauseCause::Upgrade => begin,
             begin => Self {
                 cause: GuestPauseCause::Restart,
@@ -236,8 +236,8 @@ impl ServerPersistence {
             };
             leaving = Some(server);
         }
-        let keeping = Self::read(store, inherited, stall_begin, leaving)?;
-        Ok(Some(Arc::new(keeping)))
+        let persistence = Self::read(store, inherited, stall_begin, leaving)?;
+        Ok(Some(Arc::new(persistence)))
     }
 
     fn read(
@@ -248,23 +248,23 @@ impl ServerPersistence {
     ) -> Result<Self, PersistenceError> {
         let registry = Arc::new(FdStoreRegistry::new(store));
         let names: Vec<String> = inherited.names().map(str::to_owned).collect();
-        let mut kept: BTreeMap<String, Vec<OwnedFd>> = BTreeMap::new();
+        let mut stored: BTreeMap<String, Vec<OwnedFd>> = BTreeMap::new();
         for name in names {
             let descriptors = inherited.take(&name);
             registry.record_stored(&name, &descriptors)?;
-            kept.insert(name, descriptors);
+            stored.insert(name, descriptors);
         }
         if leaving.is_some() {
             registry.reconcile_store()?;
         }
-        let configuration = kept.remove(CONFIGURATION).unwrap_or_default();
+        let configuration = stored.remove(CONFIGURATION).unwrap_or_default();
         let configuration = configuration
             .into_iter()
             .next()
             .map(RequestLog::from_predecessor);
         let mut state = PersistenceState {
             configuration: match configuration {
-                Some(Ok((journal, _))) => Some(journal),
+                Some(Ok((request_log, _))) => Some(request_log),
                 // The request log cannot be read, which `persisted_configuration` has reported. A new one will replace it.
                 Some(Err(_)) => {
                     registry.forget(CONFIGURATION)?;
@@ -275,21 +275,21 @@ impl ServerPersistence {
             restorable: BTreeMap::new(),
             private_ledger: open_private_ledger(
                 &registry,
-                kept.remove(PRIVATE_LEDGER).unwrap_or_default(),
+                stored.remove(PRIVATE_LEDGER).unwrap_or_default(),
             )?,
             memory_files: BTreeMap::new(),
             fault_files: BTreeMap::new(),
             drives: DriveDescriptorQueues::default(),
             next_function: 0,
         };
-        for (name, descriptors) in kept {
+        for (name, descriptors) in stored {
             if let Some(number) = parse_number_after(FUNCTION_PREFIX, &name) {
                 state.next_function = state.next_function.max(number + 1);
-                let shelf = FdStoreKey {
+                let store_key = FdStoreKey {
                     name: name.clone(),
                     registry: registry.clone(),
                 };
-                match RestorableFunction::read(shelf.clone(), descriptors) {
+                match RestorableFunction::read(store_key.clone(), descriptors) {
                     Ok(function) => {
                         let socket = function.socket().to_owned();
                         state.restorable.insert(socket, function);
@@ -303,7 +303,7 @@ impl ServerPersistence {
                         }
                         // The supervisor has the function's socket open. Once it has removed the entry, a new function can use
                         // the socket's path.
-                        shelf.forget_and_wait();
+                        store_key.forget_and_wait();
                     }
                 }
             } else if let Some(bytes) = parse_number_after(MEMORY_PREFIX, &name) {
@@ -341,25 +341,25 @@ impl ServerPersistence {
     }
 
     #[cfg(test)]
-    pub(crate) fn beside_predecessor(folder: &Path, before: OwnedFd) -> Self {
-        let (keeping, ..) = Self::beside_predecessor_with(folder, before);
-        keeping
+    pub(crate) fn beside_predecessor(dir: &Path, predecessor: OwnedFd) -> Self {
+        let (persistence, ..) = Self::beside_predecessor_with(dir, predecessor);
+        persistence
     }
 
     /// Creates the state of a server whose predecessor is this process. Also returns the socket of a supervisor that reads
     /// nothing, and the predecessor's end of the upgrade socket.
     #[cfg(test)]
     pub(crate) fn beside_predecessor_with(
-        folder: &Path,
-        before: OwnedFd,
+        dir: &Path,
+        predecessor: OwnedFd,
     ) -> (
         Self,
         std::os::unix::net::UnixDatagram,
         std::os::unix::net::UnixStream,
     ) {
-        let (FdStoreKey { registry, .. }, supervisor) = FdStoreKey::with_silent_supervisor(folder);
-        let (leaving, server) = ReleasedPredecessor::with_pidfd(before);
-        let keeping = Self {
+        let (FdStoreKey { registry, .. }, supervisor) = FdStoreKey::with_silent_supervisor(dir);
+        let (leaving, server) = ReleasedPredecessor::with_pidfd(predecessor);
+        let persistence = Self {
             spares: Arc::new(SpareDescriptions::new(registry.clone())),
             registry,
             is_being_adopted: AtomicBool::new(false),
@@ -378,7 +378,7 @@ impl ServerPersistence {
             },
             predecessor: Some(leaving),
         };
-        (keeping, supervisor, server)
+        (persistence, supervisor, server)
     }
 
     /// Returns whether this process was started to replace another server. Until the predecessor has
@@ -448,9 +448,9 @@ impl ServerPersistence {
     pub(crate) fn watch_supervisor(self: &Arc<Self>) -> io::Result<()> {
         let watched = Arc::downgrade(self);
         let watch = move || {
-            while let Some(keeping) = watched.upgrade() {
-                keeping.registry.check_supervisor();
-                drop(keeping);
+            while let Some(persistence) = watched.upgrade() {
+                persistence.registry.check_supervisor();
+                drop(persistence);
                 clock::sleep(SUPERVISOR_POLL_INTERVAL);
             }
         };
@@ -475,16 +475,16 @@ impl ServerPersistence {
         if self.is_being_adopted.swap(true, Ordering::Relaxed) {
             return Err("another supervisor is taking its place".to_owned());
         }
-        let keeping = self.clone();
+        let persistence = self.clone();
         let adopt = move || {
-            match keeping.registry.adopt_client(store) {
+            match persistence.registry.adopt_client(store) {
                 Ok(()) => log::info!("The new supervisor has everything that the old one had"),
                 Err(error) => log::error!(
                     "Cannot pass everything that the old supervisor had to the new one: {}",
                     report::chain(&error)
                 ),
             }
-            keeping.is_being_adopted.store(false, Ordering::Relaxed);
+            persistence.is_being_adopted.store(false, Ordering::Relaxed);
         };
         start_thread("adoption", adopt).map(drop).map_err(|error| {
             self.is_being_adopted.store(false, Ordering::Relaxed);
@@ -509,15 +509,15 @@ impl ServerPersistence {
 
     fn try_store_configuration(&self, bytes: &[u8]) -> Result<(), PersistenceError> {
         let mut state = self.state();
-        if let Some(journal) = &state.configuration {
-            return Ok(journal.state_store().store(bytes)?);
+        if let Some(request_log) = &state.configuration {
+            return Ok(request_log.state_store().store(bytes)?);
         }
-        let journal = RequestLog::new()?;
-        journal.state_store().store(bytes)?;
+        let request_log = RequestLog::new()?;
+        request_log.state_store().store(bytes)?;
         let what = "the configuration";
         self.registry
-            .store_or_report(what, CONFIGURATION, &[journal.as_fd()])?;
-        state.configuration = Some(journal);
+            .store_or_report(what, CONFIGURATION, &[request_log.as_fd()])?;
+        state.configuration = Some(request_log);
         Ok(())
     }
 
@@ -532,18 +532,19 @@ impl ServerPersistence {
 
     /// Makes a function that could not be restored restorable again: reads its descriptors anew, for a later attempt or a
     /// successor.
-    pub(crate) fn reread_function(&self, shelf: &FdStoreKey) {
-        let descriptors = self.registry.descriptors(&shelf.name);
+    pub(crate) fn reread_function(&self, store_key: &FdStoreKey) {
+        let descriptors = self.registry.descriptors(&store_key.name);
         let read = descriptors.map_err(RestoreError::from);
-        match read.and_then(|descriptors| RestorableFunction::read(shelf.clone(), descriptors)) {
+        match read.and_then(|descriptors| RestorableFunction::read(store_key.clone(), descriptors))
+        {
             Ok(function) => self.return_function(function),
             Err(error) => {
                 let error = report::chain(&error);
                 log::error!(
                     "Cannot restore {} of the previous process: {error}",
-                    shelf.name
+                    store_key.name
                 );
-                shelf.forget_and_wait();
+                store_key.forget_and_wait();
             }
         }
     }
@@ -710,9 +711,9 @@ fn fnv1a_hash(text: &str) -> u64 {
 /// Opens the ledger of private drives from the predecessor's descriptor, or creates one and stores it.
 fn open_private_ledger(
     registry: &FdStoreRegistry,
-    kept: Vec<OwnedFd>,
+    stored: Vec<OwnedFd>,
 ) -> Result<Ledger, PersistenceError> {
-    let file = match kept.into_iter().next() {
+    let file = match stored.into_iter().next() {
         Some(file) => file,
         None => {
             let file = memfd(c"nvme-mpt-leases", 0).map_err(PersistenceError::Memory)?;

@@ -97,17 +97,15 @@ pub(crate) struct FdStoreKey {
 
 impl FdStoreKey {
     #[cfg(test)]
-    pub(crate) fn with_silent_supervisor(
-        folder: &Path,
-    ) -> (Self, std::os::unix::net::UnixDatagram) {
-        let path = folder.join("notify");
+    pub(crate) fn with_silent_supervisor(dir: &Path) -> (Self, std::os::unix::net::UnixDatagram) {
+        let path = dir.join("notify");
         let supervisor = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
         let store = nvme_mpt_supervise::FdStoreClient::connect(path.as_os_str(), 4096).unwrap();
-        let shelf = Self {
+        let store_key = Self {
             name: "function-0".to_owned(),
             registry: Arc::new(FdStoreRegistry::new(store)),
         };
-        (shelf, supervisor)
+        (store_key, supervisor)
     }
 
     /// Removes the function from the supervisor, and waits until the supervisor has closed the function's sockets.
@@ -343,10 +341,12 @@ pub(super) struct SuccessorRequirements {
     pub(super) has_untrusted_vectors: bool,
 }
 
-/// Checks that this release can read a function's request log, which the running predecessor may still change. Returns the
-/// resources that the function needs.
-pub(super) fn check_requirements(journal: OwnedFd) -> Result<SuccessorRequirements, RestoreError> {
-    let record = RequestLogContents::read_running(journal)?;
+/// Checks that this release can read a function's journal, which the running old server may still change. Returns the resources
+/// that the function needs.
+pub(super) fn check_requirements(
+    request_log: OwnedFd,
+) -> Result<SuccessorRequirements, RestoreError> {
+    let record = RequestLogContents::read_running(request_log)?;
     let PersistedFunctionState { client, .. } = parse_state(record.device_state())?;
     let is_trusted = client.user.is_some_and(system::is_trusted);
     let mut vectors = client.vectors.iter();
@@ -367,29 +367,36 @@ fn parse_state(bytes: &[u8]) -> Result<PersistedFunctionState, RestoreError> {
 
 impl RestorableFunction {
     /// Reads a function from its supervisor entry.
-    pub(super) fn read(shelf: FdStoreKey, descriptors: Vec<OwnedFd>) -> Result<Self, RestoreError> {
-        let mut bag = DescriptorQueue::from_persisted(descriptors)?;
-        let mut contents: BTreeMap<_, _> = bag.contents()?.into_iter().collect();
-        let live = contents.get(&INFLIGHT).and_then(|live| live.first());
-        let crashes = live.and_then(|live| InflightFile::read_crashes(live.as_fd()).ok());
+    pub(super) fn read(
+        store_key: FdStoreKey,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<Self, RestoreError> {
+        let mut queue = DescriptorQueue::from_persisted(descriptors)?;
+        let mut contents: BTreeMap<_, _> = queue.contents()?.into_iter().collect();
+        let inflight = contents
+            .get(&INFLIGHT)
+            .and_then(|inflight| inflight.first());
+        let crashes =
+            inflight.and_then(|inflight| InflightFile::read_crashes(inflight.as_fd()).ok());
         let count = crashes.as_ref().map_or(0, CrashRecord::crashes);
         if count >= CRASHES_TO_RELEASE {
             return Err(RestoreError::Crashes(count));
         }
-        let record = live.and_then(|live| InflightFile::read_pinning(live.as_fd()).ok());
+        let record =
+            inflight.and_then(|inflight| InflightFile::read_pinning(inflight.as_fd()).ok());
         let pinning = record.as_ref().and_then(PinningRecord::interrupted_bytes);
         let account = MemoryAccount::for_host();
         let exhausting = record.and_then(|record| record.interrupted_by_shortage(&account));
         run_recorded(crashes.clone().as_ref(), || {
-            let journal = take_descriptor(&mut contents, REQUEST_LOG)?;
-            let (journal, record) = RequestLog::from_predecessor(journal)?;
+            let request_log = take_descriptor(&mut contents, REQUEST_LOG)?;
+            let (request_log, record) = RequestLog::from_predecessor(request_log)?;
             let state = parse_state(record.device_state())?;
             Ok(Self {
-                store_key: shelf,
-                queue: bag,
+                store_key,
+                queue,
                 state,
                 contents,
-                request_log: journal,
+                request_log,
                 crash_record: crashes,
                 interrupted_pinning: pinning,
                 exhausting_pinning: exhausting,
@@ -417,18 +424,21 @@ impl RestorableFunction {
     ) -> Result<PathBuf, QuarantineReportError> {
         // Serializing cannot fail, as the state was parsed from JSON.
         let state = serde_json::to_vec_pretty(&self.state).unwrap_or_default();
-        let live = self.contents.get(&INFLIGHT).and_then(|live| live.first());
-        write_report(state_dir, id, &state, live.map(AsFd::as_fd))
+        let inflight = self
+            .contents
+            .get(&INFLIGHT)
+            .and_then(|inflight| inflight.first());
+        write_report(state_dir, id, &state, inflight.map(AsFd::as_fd))
     }
 
     /// Returns the parts of the stored function that quarantining it needs: its state and sockets, for example.
     pub(crate) fn into_quarantined(self) -> Result<QuarantinedFunction, RestoreError> {
         let Self {
-            store_key: shelf,
+            store_key,
             queue: _,
             state,
             mut contents,
-            request_log: journal,
+            request_log,
             crash_record: crashes,
             interrupted_pinning: _,
             exhausting_pinning: _,
@@ -436,15 +446,15 @@ impl RestorableFunction {
         let stream = state.client.stream;
         let stream = stream.map(|number| clone_descriptor(&contents, number, 0));
         let listener = take_descriptor(&mut contents, LISTENER)?;
-        shelf
+        store_key
             .registry
-            .set_request_log(&shelf.name, journal.as_fd())?;
+            .set_request_log(&store_key.name, request_log.as_fd())?;
         Ok(QuarantinedFunction {
             function_state: state.function_state,
             listener,
             stream: stream.transpose()?.map(UnixStream::from),
-            request_log: journal,
-            store_key: shelf,
+            request_log,
+            store_key,
             crash_record: crashes.ok_or(RestoreError::Missing(INFLIGHT))?,
         })
     }
@@ -474,8 +484,8 @@ impl RestorableFunction {
     }
 
     fn pinning_record(&self) -> Option<PinningRecord> {
-        let live = self.contents.get(&INFLIGHT)?.first()?;
-        InflightFile::read_pinning(live.as_fd()).ok()
+        let inflight = self.contents.get(&INFLIGHT)?.first()?;
+        InflightFile::read_pinning(inflight.as_fd()).ok()
     }
 
     /// Returns the path of the function's socket.
@@ -521,9 +531,11 @@ impl RestorableFunction {
     pub(crate) fn shared_parts(&self) -> SharedBackendPartsSource {
         let clone = |number| clone_descriptor(&self.contents, number, 0).ok();
         let files = clone(DOORBELLS).zip(clone(INFLIGHT));
-        SharedBackendPartsSource::Continued(files.map(|(doorbells, live)| PersistedBackendFiles {
-            doorbells,
-            inflight: live,
+        SharedBackendPartsSource::Continued(files.map(|(doorbells, inflight)| {
+            PersistedBackendFiles {
+                doorbells,
+                inflight,
+            }
         }))
     }
 
@@ -533,19 +545,19 @@ impl RestorableFunction {
 
     /// Removes the function's stored state permanently. A connected VMM loses the drive.
     pub(crate) fn discard(self) {
-        let shelf = self.store_key.clone();
+        let store_key = self.store_key.clone();
         drop(self);
-        shelf.forget_and_wait();
+        store_key.forget_and_wait();
     }
 
     /// Reads the function's state, and takes its descriptors out of their messages, for restoring it.
     pub(crate) fn into_restored(self) -> Result<RestoredFunction, RestoreError> {
         let Self {
-            store_key: shelf,
-            queue: bag,
+            store_key,
+            queue,
             state,
             mut contents,
-            request_log: journal,
+            request_log,
             crash_record: _,
             interrupted_pinning: _,
             exhausting_pinning: _,
@@ -594,17 +606,19 @@ impl RestorableFunction {
                 )?)?)
             });
         let (user, interrupts) = (client.user, client.interrupts);
-        let shown = shelf.registry.set_request_log(&shelf.name, journal.as_fd());
+        let shown = store_key
+            .registry
+            .set_request_log(&store_key.name, request_log.as_fd());
         shown?;
         let next = contents.keys().next_back().map_or(0, |last| last + 1);
         let named = client.message_numbers();
         let messages = contents.len();
-        let kept = PersistedFunction {
-            store_key: shelf,
+        let persisted = PersistedFunction {
+            store_key,
             socket,
-            store: journal.state_store(),
+            store: request_log.state_store(),
             inner: Mutex::new(PersistedFunctionInner {
-                queue: bag,
+                queue,
                 next_number: next.max(FIRST_CLIENT_NUMBER),
                 message_count: messages,
                 files,
@@ -628,8 +642,8 @@ impl RestorableFunction {
                 interrupt_type: interrupts,
                 unmask_eventfd: acknowledged.transpose()?,
             },
-            request_log: journal,
-            persisted: Arc::new(kept),
+            request_log,
+            persisted: Arc::new(persisted),
         })
     }
 }
@@ -693,27 +707,27 @@ impl PersistedFunction {
     /// # Errors
     /// Returns the kernel's or the supervisor's error.
     pub(crate) fn new(
-        shelf: FdStoreKey,
+        store_key: FdStoreKey,
         socket: &Path,
-        journal: &RequestLog,
+        request_log: &RequestLog,
         shared: &SharedBackendParts,
     ) -> Result<Self, FdStoreError> {
-        let bag = DescriptorQueue::new()?;
-        let log = (REQUEST_LOG, journal.as_fd());
+        let queue = DescriptorQueue::new()?;
+        let log = (REQUEST_LOG, request_log.as_fd());
         let doorbells = (DOORBELLS, shared.doorbells.fd());
         let inflight = shared.inflight.as_ref();
         let inflight = inflight.map(|inflight| (INFLIGHT, inflight.fd()));
         let mut message_count = 0;
         for (number, descriptor) in [log, doorbells].into_iter().chain(inflight) {
-            bag.put(number, &[descriptor])?;
+            queue.put(number, &[descriptor])?;
             message_count += 1;
         }
         Ok(Self {
-            store_key: shelf,
+            store_key,
             socket: socket.to_owned(),
-            store: journal.state_store(),
+            store: request_log.state_store(),
             inner: Mutex::new(PersistedFunctionInner {
-                queue: bag,
+                queue,
                 next_number: FIRST_CLIENT_NUMBER,
                 message_count,
                 files: BTreeMap::new(),
@@ -731,7 +745,7 @@ impl PersistedFunction {
     pub(crate) fn persist(
         &self,
         listener: BorrowedFd<'_>,
-        journal: BorrowedFd<'_>,
+        request_log: BorrowedFd<'_>,
     ) -> Result<(), FdStoreError> {
         let mut inner = self.inner();
         inner.queue.put(LISTENER, &[listener])?;
@@ -744,7 +758,7 @@ impl PersistedFunction {
         )?;
         self.store_key
             .registry
-            .set_request_log(&self.store_key.name, journal)
+            .set_request_log(&self.store_key.name, request_log)
     }
 
     /// Removes the function from the supervisor, as it has ended.
@@ -1120,10 +1134,10 @@ mod tests {
 
     #[test]
     fn the_messages_of_a_function_are_counted_with_and_without_in_flight_tracking() {
-        let folder = tempfile::tempdir().unwrap();
-        let (shelf, _supervisor) = FdStoreKey::with_silent_supervisor(folder.path());
+        let dir = tempfile::tempdir().unwrap();
+        let (store_key, _supervisor) = FdStoreKey::with_silent_supervisor(dir.path());
         for inflight in [None, Some(Arc::new(InflightFile::new(1).unwrap()))] {
-            let journal = RequestLog::new().unwrap();
+            let request_log = RequestLog::new().unwrap();
             let doorbells = DoorbellPage::new(DoorbellMode::Shadow, DoorbellStride::Widest, 1);
             let shared = SharedBackendParts {
                 doorbells: Arc::new(doorbells.unwrap()),
@@ -1133,8 +1147,9 @@ mod tests {
                 inflight,
             };
             let socket = Path::new("/run/nvme-mpt/a.sock");
-            let kept = PersistedFunction::new(shelf.clone(), socket, &journal, &shared).unwrap();
-            let mut inner = kept.inner();
+            let persisted =
+                PersistedFunction::new(store_key.clone(), socket, &request_log, &shared).unwrap();
+            let mut inner = persisted.inner();
             let messages = inner.queue.contents().unwrap().len();
             assert_eq!(inner.message_count, messages);
         }
@@ -1142,17 +1157,17 @@ mod tests {
 
     #[test]
     fn after_four_crashes_no_state_of_a_function_is_read() {
-        let folder = tempfile::tempdir().unwrap();
-        let (shelf, _supervisor) = FdStoreKey::with_silent_supervisor(folder.path());
-        let live = InflightFile::new(1).unwrap();
-        let crashed = File::from(live.fd().try_clone_to_owned().unwrap());
+        let dir = tempfile::tempdir().unwrap();
+        let (store_key, _supervisor) = FdStoreKey::with_silent_supervisor(dir.path());
+        let inflight = InflightFile::new(1).unwrap();
+        let crashed = File::from(inflight.fd().try_clone_to_owned().unwrap());
         let read = |crashes: u64| {
             // The crash count is at this offset, behind the record of lost writes.
             crashed.write_all_at(&crashes.to_le_bytes(), 72).unwrap();
-            let bag = DescriptorQueue::new().unwrap();
-            bag.put(INFLIGHT, &[live.fd()]).unwrap();
-            let ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
-            RestorableFunction::read(shelf.clone(), ends.into()).unwrap_err()
+            let queue = DescriptorQueue::new().unwrap();
+            queue.put(INFLIGHT, &[inflight.fd()]).unwrap();
+            let ends = queue.ends().map(|end| end.try_clone_to_owned().unwrap());
+            RestorableFunction::read(store_key.clone(), ends.into()).unwrap_err()
         };
         for crashes in [0, 3, 9 << 32 | 3] {
             let error = read(crashes);
@@ -1170,36 +1185,36 @@ mod tests {
     /// A later release must find each descriptor under the same number, so the test checks these numbers, too.
     #[test]
     fn a_persisted_function_is_restored() {
-        let folder = tempfile::tempdir().unwrap();
-        let (shelf, _supervisor) = FdStoreKey::with_silent_supervisor(folder.path());
-        let journal = RequestLog::new().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let (store_key, _supervisor) = FdStoreKey::with_silent_supervisor(dir.path());
+        let request_log = RequestLog::new().unwrap();
         let stored = stored_state().to_string();
-        journal.state_store().store(stored.as_bytes()).unwrap();
-        let socket = folder.path().join("socket");
+        request_log.state_store().store(stored.as_bytes()).unwrap();
+        let socket = dir.path().join("socket");
         let listener = UnixListener::bind(socket).unwrap();
-        let live = InflightFile::new(4).unwrap();
+        let inflight = InflightFile::new(4).unwrap();
         let [doorbells, memory_file, read_only] =
             [4096, 8 << 20, 4096].map(|len| memfd(c"kept", len).unwrap());
         let (stream, _client) = UnixStream::pair().unwrap();
         let [first, second, acknowledged] =
             [0; 3].map(|count| eventfd::share(&EventFd::new(count).unwrap()).unwrap());
         let left: [&[BorrowedFd<'_>]; 9] = [
-            &[journal.as_fd()],
+            &[request_log.as_fd()],
             &[listener.as_fd()],
             &[doorbells.as_fd()],
-            &[live.fd()],
+            &[inflight.fd()],
             &[stream.as_fd()],
             &[memory_file.as_fd()],
             &[first.as_fd(), second.as_fd()],
             &[read_only.as_fd()],
             &[acknowledged.as_fd()],
         ];
-        let bag = DescriptorQueue::new().unwrap();
+        let queue = DescriptorQueue::new().unwrap();
         for (number, descriptors) in (0..).zip(left) {
-            bag.put(number, descriptors).unwrap();
+            queue.put(number, descriptors).unwrap();
         }
-        let ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
-        let function = RestorableFunction::read(shelf, ends.into()).unwrap();
+        let ends = queue.ends().map(|end| end.try_clone_to_owned().unwrap());
+        let function = RestorableFunction::read(store_key, ends.into()).unwrap();
         assert_eq!(function.socket(), Path::new("/run/nvme-mpt/a.sock"));
         let parts = function.shared_parts();
         assert!(matches!(
@@ -1211,9 +1226,9 @@ mod tests {
         let [of_memory, of_read_only] =
             [&memory_file, &read_only].map(|file| FileKey::from_file(file).unwrap().inode);
         assert_eq!(memory, [(of_memory, 1_u64 << 16), (of_read_only, 0)]);
-        let survivors = function.into_restored().unwrap();
-        assert!(survivors.stream.is_some());
-        let client = survivors.client;
+        let persisted = function.into_restored().unwrap();
+        assert!(persisted.stream.is_some());
+        let client = persisted.client;
         assert_eq!(client.user, Some(1000));
         let regions = client.regions.iter();
         let regions: Vec<_> = regions
@@ -1253,11 +1268,11 @@ mod tests {
     }
 
     #[test]
-    fn this_version_has_live_state_of_layout_1() {
-        let live = InflightFile::new(1).unwrap();
-        let live = File::from(live.fd().try_clone_to_owned().unwrap());
+    fn this_version_has_inflight_state_of_layout_1() {
+        let inflight = InflightFile::new(1).unwrap();
+        let inflight = File::from(inflight.fd().try_clone_to_owned().unwrap());
         let mut layout = [0; 8];
-        live.read_exact_at(&mut layout, 0).unwrap();
+        inflight.read_exact_at(&mut layout, 0).unwrap();
         assert_eq!(
             (VERSION, &layout),
             (1, b"nvmpliv\x01"),

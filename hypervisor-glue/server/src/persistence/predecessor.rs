@@ -159,9 +159,9 @@ impl PredecessorProcess {
         check_lease_protocol(&env::var(LEASE_PROTOCOL_VARIABLE).unwrap_or_default())?;
         let socket = UnixStream::from(socket);
         let unreadable = |error: RestoreError| PredecessorError::State(Box::new(error));
-        let needs = journals.into_iter().map(check_requirements);
-        let needs: Vec<_> = needs.collect::<Result<_, _>>().map_err(unreadable)?;
-        try_resources(&needs)?;
+        let requirements = journals.into_iter().map(check_requirements);
+        let requirements: Vec<_> = requirements.collect::<Result<_, _>>().map_err(unreadable)?;
+        try_resources(&requirements)?;
         let credentials = getsockopt(&socket, PeerCredentials).map_err(io::Error::from)?;
         let process = rustix::process::Pid::from_raw(credentials.pid());
         let process = process.ok_or(PredecessorError::Continues)?;
@@ -188,12 +188,12 @@ impl PredecessorProcess {
             Ok(()) if word == [ENDING] => {}
             _ => return Err(PredecessorError::Continues),
         }
-        let told = system::host_time();
-        let mut rested = [0; 8];
+        let reported_at = system::host_time();
+        let mut paused_at = [0; 8];
         // A predecessor of an earlier release does not send the time.
-        let rested = match socket.read_exact(&mut rested) {
-            Ok(()) => Duration::from_nanos(u64::from_le_bytes(rested)),
-            Err(_) => told,
+        let paused_at = match socket.read_exact(&mut paused_at) {
+            Ok(()) => Duration::from_nanos(u64::from_le_bytes(paused_at)),
+            Err(_) => reported_at,
         };
         let has_let_go = socket.read_exact(&mut word).is_ok() && word == [RELEASED];
         let leaving = ReleasedPredecessor {
@@ -204,7 +204,7 @@ impl PredecessorProcess {
         if !has_let_go {
             leaving.await_end()?;
         }
-        Ok((rested, leaving))
+        Ok((paused_at, leaving))
     }
 }
 
@@ -220,22 +220,28 @@ const SERVER_RESERVE: usize = 16;
 
 /// Allocates all resources that the predecessor's functions will need here, and frees them again, while the predecessor
 /// still serves the functions. So a shortage is found before the predecessor releases its functions.
-fn try_resources(needs: &[SuccessorRequirements]) -> Result<(), PredecessorError> {
+fn try_resources(requirements: &[SuccessorRequirements]) -> Result<(), PredecessorError> {
     let scarce = |what| move |source| PredecessorError::Scarce { what, source };
-    if needs.iter().any(|needs| needs.has_untrusted_vectors) {
+    if requirements
+        .iter()
+        .any(|requirements| requirements.has_untrusted_vectors)
+    {
         // The notifier stays allocated, since the functions will need it.
         let shared = EventfdNotifier::shared();
         shared.map_err(scarce(
             "contexts of asynchronous I/O, which carry interrupts to clients of other users",
         ))?;
     }
-    let clients: usize = needs.iter().map(|needs| needs.descriptors).sum();
-    // While a function is restored, each descriptor of its client exists twice: the stored one, and a copy in use.
-    let descriptors = 2 * clients + DESCRIPTORS_PER_FUNCTION * needs.len() + SERVER_RESERVE;
+    let clients: usize = requirements
+        .iter()
+        .map(|requirements| requirements.descriptors)
+        .sum();
+    // Each descriptor of a client briefly exists twice: stored, and in use.
+    let descriptors = 2 * clients + DESCRIPTORS_PER_FUNCTION * requirements.len() + SERVER_RESERVE;
     try_descriptors(descriptors).map_err(scarce(
         "open files; raise LimitNOFILE= of the unit, or RLIMIT_NOFILE",
     ))?;
-    try_threads(THREADS_PER_FUNCTION * needs.len() + SERVER_RESERVE).map_err(scarce(
+    try_threads(THREADS_PER_FUNCTION * requirements.len() + SERVER_RESERVE).map_err(scarce(
         "threads; raise TasksMax= of the unit, or pids.max and RLIMIT_NPROC",
     ))
 }
@@ -415,13 +421,13 @@ pub(crate) struct SuccessorProcess {
 impl SuccessorProcess {
     /// Starts a command as the successor.
     pub(crate) fn start(
-        keeping: &ServerPersistence,
+        persistence: &ServerPersistence,
         first_stage: &[OsString],
         command: &[OsString],
         variables: &[(&str, String)],
     ) -> Result<Self, UpgradeError> {
         let (socket, theirs) = UnixStream::pair()?;
-        let registry: &FdStoreRegistry = keeping.registry();
+        let registry: &FdStoreRegistry = persistence.registry();
         // A new supervisor may have replaced the one that started this process.
         let supervisor = registry.client().env_variables();
         let variables = variables
@@ -494,20 +500,20 @@ impl SuccessorProcess {
         UpgradeError::Ended(status.map_or("no status".to_owned(), |status| status.to_string()))
     }
 
-    /// Hands all functions over to the successor. `rested` is the time at which the functions were asked to pause. Afterwards,
-    /// this process must end without touching the stored state.
+    /// Hands all functions over to the successor. `paused_at` is the time at which the functions were asked to pause.
+    /// Afterwards, this process must end without touching the stored state.
     pub(crate) fn hand_over(
         &mut self,
-        keeping: &ServerPersistence,
-        rested: Duration,
+        persistence: &ServerPersistence,
+        paused_at: Duration,
     ) -> Result<(), UpgradeError> {
-        let store = keeping.registry().client();
+        let store = persistence.registry().client();
         // The supervisor reads this message before it notices the end of either process, so it knows which of them is the main
         // process.
         store.notify(&format!("MAINPID={}", self.pid()))?;
-        let rested = u64::try_from(rested.as_nanos()).unwrap_or(u64::MAX);
+        let paused_at = u64::try_from(paused_at.as_nanos()).unwrap_or(u64::MAX);
         let mut words = vec![ENDING];
-        words.extend(rested.to_le_bytes());
+        words.extend(paused_at.to_le_bytes());
         match self.socket.write_all(&words) {
             Ok(()) => {
                 self.process = None;
@@ -557,11 +563,11 @@ mod tests {
         pidfd_open(process, PidfdFlags::empty()).unwrap()
     }
 
-    /// Returns the message of a server that ends. `rested` is the time at which its functions began to quiesce.
-    fn ends(rested: Duration) -> Vec<u8> {
+    /// Returns the message of a server that ends. `paused_at` is the time at which its functions began to quiesce.
+    fn ends(paused_at: Duration) -> Vec<u8> {
         let mut words = vec![ENDING];
-        let rested = u64::try_from(rested.as_nanos()).unwrap();
-        words.extend(rested.to_le_bytes());
+        let paused_at = u64::try_from(paused_at.as_nanos()).unwrap();
+        words.extend(paused_at.to_le_bytes());
         words
     }
 
@@ -570,8 +576,8 @@ mod tests {
         let (mut server, socket) = UnixStream::pair().unwrap();
         // This test's own process, which does not end during the test, acts as the predecessor.
         let process = descriptor_of(getpid());
-        let rested = Duration::from_nanos(7);
-        server.write_all(&ends(rested)).unwrap();
+        let paused_at = Duration::from_nanos(7);
+        server.write_all(&ends(paused_at)).unwrap();
         server.write_all(&[RELEASED]).unwrap();
         let (at, leaving) = PredecessorProcess {
             socket,
@@ -579,20 +585,20 @@ mod tests {
         }
         .await_hand_over()
         .unwrap();
-        assert_eq!(at, rested);
+        assert_eq!(at, paused_at);
         leaving.dismiss();
         leaving.dismiss();
         drop(leaving);
-        let mut said = Vec::new();
-        server.read_to_end(&mut said).unwrap();
-        assert_eq!(said, [READY, AWAITS_RELEASE, SERVING]);
+        let mut sent = Vec::new();
+        server.read_to_end(&mut sent).unwrap();
+        assert_eq!(sent, [READY, AWAITS_RELEASE, SERVING]);
     }
 
     #[test]
     fn a_successor_waits_for_the_end_of_a_server_without_early_release() {
-        let rested = Duration::from_nanos(7);
+        let paused_at = Duration::from_nanos(7);
         // The first message is from an earlier release.
-        for words in [vec![ENDING], ends(rested)] {
+        for words in [vec![ENDING], ends(paused_at)] {
             let mut command = Command::new("cat");
             command.stdin(Stdio::piped()).stdout(Stdio::null());
             let mut child = command.spawn().unwrap();
@@ -607,7 +613,7 @@ mod tests {
             }
             .await_hand_over()
             .unwrap();
-            assert_eq!(at == rested, words.len() > 1);
+            assert_eq!(at == paused_at, words.len() > 1);
             assert!(child.try_wait().unwrap().is_some(), "it has ended");
         }
     }
@@ -649,11 +655,11 @@ mod tests {
 
     #[test]
     fn available_resources_allow_an_upgrade() {
-        let needs = SuccessorRequirements {
+        let requirements = SuccessorRequirements {
             descriptors: 3,
             has_untrusted_vectors: true,
         };
-        try_resources(&[needs; 4]).unwrap();
+        try_resources(&[requirements; 4]).unwrap();
     }
 
     /// Returns a successor that has sent `words`, and its end of the socket.
@@ -670,10 +676,10 @@ mod tests {
 
     #[test]
     fn a_successor_of_an_earlier_release_needs_the_end_of_the_server() {
-        for (words, beside) in [(&[READY][..], false), (&[READY, AWAITS_RELEASE][..], true)] {
+        for (words, runs_beside) in [(&[READY][..], false), (&[READY, AWAITS_RELEASE][..], true)] {
             let (mut successor, _theirs) = successor(words);
             successor.await_ready(|| false).unwrap();
-            assert_eq!(successor.can_run_beside(), beside);
+            assert_eq!(successor.can_run_beside(), runs_beside);
         }
         let (mut other, _theirs) = successor(b"x");
         let refused = other.await_ready(|| false).unwrap_err();
@@ -685,8 +691,8 @@ mod tests {
         let (mut successor, theirs) = successor(b"");
         FailureReport(theirs).send("There is no room");
         let refused = successor.await_ready(|| false).unwrap_err();
-        let told = "The next server cannot take over, so this one continues: There is no room";
-        assert_eq!(refused.to_string(), told);
+        let message = "The next server cannot take over, so this one continues: There is no room";
+        assert_eq!(refused.to_string(), message);
     }
 
     #[test]

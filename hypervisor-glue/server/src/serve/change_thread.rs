@@ -58,16 +58,18 @@ pub(super) struct ChangeThread {
 }
 
 impl ChangeThread {
-    /// Starts the change thread, which owns the function registry `roster`.
+    /// Starts the change thread, which owns the function registry `registry`.
     ///
     /// # Errors
     /// Returns the kernel's error. After an error, all functions have ended.
     pub(super) fn start(
-        roster: FunctionRegistry,
+        registry: FunctionRegistry,
         comparer: ConfigurationComparer,
     ) -> std::io::Result<(Self, ChangeQueue)> {
         let (queue, requests) = mpsc::sync_channel(QUEUE_LEN);
-        let thread = start_thread("changes", move || run_changes(roster, &comparer, &requests))?;
+        let thread = start_thread("changes", move || {
+            run_changes(registry, &comparer, &requests)
+        })?;
         let queue = ChangeQueue(queue);
         let changes = queue.clone();
         Ok((Self { thread, queue }, changes))
@@ -95,7 +97,7 @@ impl ChangeThread {
 }
 
 fn run_changes(
-    mut roster: FunctionRegistry,
+    mut registry: FunctionRegistry,
     comparer: &ConfigurationComparer,
     requests: &Receiver<ChangeRequest>,
 ) -> FunctionRegistry {
@@ -103,14 +105,14 @@ fn run_changes(
     // Functions that the start has postponed are restored now, so the first retry follows immediately.
     let mut pause = Duration::ZERO;
     loop {
-        let request = match roster.has_waiting_vms() {
+        let request = match registry.has_waiting_vms() {
             true => requests.recv_timeout(std::mem::replace(&mut pause, RETRY_INTERVAL)),
             false => requests.recv().map_err(|_| RecvTimeoutError::Disconnected),
         };
         let (change, reply) = match request {
             Ok(request) => request,
             Err(RecvTimeoutError::Timeout) => {
-                roster.retry_waiting();
+                registry.retry_waiting();
                 continue;
             }
             Err(RecvTimeoutError::Disconnected) => break,
@@ -118,11 +120,11 @@ fn run_changes(
         if let FunctionChange::Upgrade { binary } = change {
             let pending = comparer.differences().to_sentences();
             if let Some(reply) = reply {
-                upgrade_server(&roster, binary.as_deref(), pending, reply);
+                upgrade_server(&registry, binary.as_deref(), pending, reply);
             }
             continue;
         }
-        let made = apply_change(&mut roster, change);
+        let made = apply_change(&mut registry, change);
         let made = made.map_err(|error| report::chain(&error));
         match (reply, made) {
             (Some(reply), made) => reply.send(made),
@@ -130,17 +132,17 @@ fn run_changes(
             (None, Ok(_)) => {}
         }
     }
-    roster
+    registry
 }
 
 /// Starts a successor process, and ends this process once the successor has taken over.
 fn upgrade_server(
-    roster: &FunctionRegistry,
+    registry: &FunctionRegistry,
     binary: Option<&Path>,
     pending: Vec<String>,
     reply: ChangeReply,
 ) {
-    match roster.upgrade(binary) {
+    match registry.upgrade(binary) {
         Ok(process) => {
             log::info!("Process {process} is replacing this server");
             reply.send(Ok(ChangeResult::Upgraded { process, pending }));
@@ -159,28 +161,28 @@ fn upgrade_server(
 }
 
 fn apply_change(
-    roster: &mut FunctionRegistry,
+    registry: &mut FunctionRegistry,
     change: FunctionChange,
 ) -> Result<ChangeResult, ChangeError> {
-    roster.check_running()?;
+    registry.check_running()?;
     Ok(match change {
         FunctionChange::Add { options } => {
-            let entry = roster.add(options.parse()?)?;
+            let entry = registry.add(options.parse()?)?;
             let (id, socket) = (entry.id.as_str(), entry.socket.display());
             log::info!(function = id; "Added function {id} on {socket}");
             ChangeResult::Added(entry)
         }
         FunctionChange::Remove { id, force } => {
-            let (function, trouble) = roster.remove(&id, force)?;
+            let (function, failure) = registry.remove(&id, force)?;
             let id = function.id.as_str();
             log::info!(function = id; "Removed function {id}");
-            if let Some(trouble) = &trouble {
-                log::error!(function = id; "{trouble}");
+            if let Some(failure) = &failure {
+                log::error!(function = id; "{failure}");
             }
-            ChangeResult::Removed { function, trouble }
+            ChangeResult::Removed { function, failure }
         }
         FunctionChange::Limit { id, limits } => {
-            let entry = roster.set_limits(&id, &limits)?;
+            let entry = registry.set_limits(&id, &limits)?;
             let id = entry.id.as_str();
             log::info!(function = id; "Function {id} has new limits: {limits}");
             ChangeResult::Limited(entry)
@@ -190,13 +192,13 @@ fn apply_change(
             bytes,
             truncate,
         } => {
-            let entry = roster.resize(&id, ByteSize(bytes), truncate)?;
+            let entry = registry.resize(&id, ByteSize(bytes), truncate)?;
             let id = entry.id.as_str();
             log::info!(function = id; "Function {id} has a size of {} now", ByteSize(bytes));
             ChangeResult::Resized(entry)
         }
         FunctionChange::Reserve { options } => {
-            let reserved = roster.reserve(options.parse()?)?;
+            let reserved = registry.reserve(options.parse()?)?;
             let ReservedLease { id, owner, .. } = &reserved;
             log::info!(lease = id.as_str(); "Lease {id} is reserved for user {owner}");
             ChangeResult::Reserved(reserved)
@@ -204,7 +206,7 @@ fn apply_change(
         // Not reached: upgrades are handled before this match, by `upgrade_server`.
         FunctionChange::Upgrade { .. } => return Err(ChangeError::Ending),
         FunctionChange::Reload { force } => {
-            let reloaded = roster.reload(force)?;
+            let reloaded = registry.reload(force)?;
             let ReloadResult {
                 added,
                 changed,

@@ -113,10 +113,10 @@ impl RunningConfiguration {
     /// Reads the configuration file and compares it with the served configuration.
     pub(super) fn compare(&self) -> ConfigurationDifferences {
         let ids = self.functions.iter();
-        let ids = ids.map(|served| {
+        let ids = ids.map(|running| {
             (
-                served.function.socket.clone(),
-                id_or_socket(&served.function),
+                running.function.socket.clone(),
+                id_or_socket(&running.function),
             )
         });
         let mut differences = ConfigurationDifferences {
@@ -137,11 +137,11 @@ impl RunningConfiguration {
     fn differences(&self, file: ConfigFileContents) -> Vec<ConfigurationDifference> {
         let functions = file.functions.into_iter();
         let mut wanted: Vec<FunctionDeclaration> = functions
-            .map(|declared| resolve_function(declared, self.data))
+            .map(|declaration| resolve_function(declaration, self.data))
             .collect();
         let mut all = Vec::new();
-        for served in &self.functions {
-            let function = &served.function;
+        for running in &self.functions {
+            let function = &running.function;
             let socket = function.socket.clone();
             let same = wanted.iter().position(|other| other.is_same_as(function));
             let known = same.map(|place| wanted.remove(place));
@@ -153,7 +153,7 @@ impl RunningConfiguration {
                 all.push(match again {
                     Some(place) => {
                         let other = wanted.remove(place);
-                        let keys = different_keys(&served.text, &other.text);
+                        let keys = different_keys(&running.text, &other.text);
                         ConfigurationDifference::Changed { socket, keys }
                     }
                     None => ConfigurationDifference::Removed { socket },
@@ -161,8 +161,8 @@ impl RunningConfiguration {
                 continue;
             };
             let options = &other.function.function;
-            let is_larger = options.size.map(|asked| asked.size.0)
-                > function.function.size.map(|asked| asked.size.0);
+            let is_larger = options.size.map(|size| size.size.0)
+                > function.function.size.map(|size| size.size.0);
             if options.rates != function.function.rates {
                 let keys = "limit".to_owned();
                 all.push(ConfigurationDifference::Changed { socket, keys });
@@ -191,10 +191,10 @@ impl RunningConfiguration {
 }
 
 /// Returns the option keys with different values, for display.
-fn different_keys(served: &OptionText, other: &OptionText) -> String {
-    let keys = served.pairs().chain(other.pairs()).map(|(key, _)| key);
+fn different_keys(running: &OptionText, other: &OptionText) -> String {
+    let keys = running.pairs().chain(other.pairs()).map(|(key, _)| key);
     let keys: BTreeSet<&str> = keys
-        .filter(|key| served.get(key) != other.get(key))
+        .filter(|key| running.get(key) != other.get(key))
         .collect();
     match keys.is_empty() {
         // The options are equal, so the content of a file that `profile=` or `faults=` names differs.
@@ -220,7 +220,8 @@ impl ConfigurationComparer {
     pub(super) fn start(
         present: impl Fn() -> ConfigurationDifferences + Send + 'static,
     ) -> io::Result<Self> {
-        let (orders, inbox): (_, Receiver<SyncSender<ConfigurationDifferences>>) = mpsc::channel();
+        let (orders, receiver): (_, Receiver<SyncSender<ConfigurationDifferences>>) =
+            mpsc::channel();
         let last = Arc::new(Mutex::new(ConfigurationDifferences::default()));
         let known = last.clone();
         let compare = move || {
@@ -235,7 +236,7 @@ impl ConfigurationComparer {
             for sentence in compare().to_sentences() {
                 log::warn!("{sentence}: `nvme-mpt reload` applies the file");
             }
-            for order in inbox {
+            for order in receiver {
                 // The send fails if the requester has timed out.
                 let _ = order.send(compare());
             }
@@ -268,25 +269,25 @@ mod tests {
 
     #[test]
     fn pending_differences_match_the_changes_of_a_reload() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("serve.toml");
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("serve.toml");
         let function = |id: &str, more: &str| {
             format!(
                 "[[function]]\nid = \"{id}\"\nsocket = \"/run/{id}.sock\"\npath = \"memory:1G\"\n{more}\n"
             )
         };
-        let served = [
+        let running = [
             function("a", "range = \"0+1M\""),
             function("b", "range = \"1M+1M\"\niops = 100"),
             function("c", "size = \"1M\"\nunit = \"1M\""),
             "[[drive]]\npath = \"memory:1G\"\n".to_owned(),
         ];
-        fs::write(&file, served.concat()).unwrap();
-        let declared = ConfigFileContents::read(&file).unwrap();
+        fs::write(&file, running.concat()).unwrap();
+        let declaration = ConfigFileContents::read(&file).unwrap();
         let comparable = RunningConfiguration {
             file: Some(file.clone()),
-            functions: declared.functions,
-            drives: declared
+            functions: declaration.functions,
+            drives: declaration
                 .drives
                 .into_iter()
                 .map(|given| given.value)
@@ -297,32 +298,32 @@ mod tests {
             fs::write(&file, text).unwrap();
             comparable.compare().to_sentences()
         };
-        assert_eq!(compare(&served.concat()), Vec::<String>::new());
+        assert_eq!(compare(&running.concat()), Vec::<String>::new());
         let edited = [
             &function("a", "range = \"0+2M\"")[..],
             &function("b", "range = \"1M+1M\"\niops = 200"),
             &function("d", ""),
         ];
-        let told = [
+        let differences = [
             "Function a is served as before, but the file has another range",
             "Function b is served as before, but the file has another limit",
             "Function c is served, but not in the file",
             "Function d is in the file, but not served",
             "The drives that are kept open differ from those of the file",
         ];
-        assert_eq!(compare(&edited.concat()), told);
-        let renamed = served.concat().replace("id = \"a\"", "id = \"z\"");
+        assert_eq!(compare(&edited.concat()), differences);
+        let renamed = running.concat().replace("id = \"a\"", "id = \"z\"");
         assert_eq!(
             compare(&renamed),
             ["Function a is served as before, but the file has another id"]
         );
-        let smaller = served.concat().replace("size = \"1M\"", "size = \"512K\"");
+        let smaller = running.concat().replace("size = \"1M\"", "size = \"512K\"");
         assert_eq!(
             compare(&smaller),
             Vec::<String>::new(),
             "a reload leaves it"
         );
-        let larger = served.concat().replace("size = \"1M\"", "size = \"2M\"");
+        let larger = running.concat().replace("size = \"1M\"", "size = \"2M\"");
         assert_eq!(
             compare(&larger),
             ["Function c is served as before, but the file has another size"]

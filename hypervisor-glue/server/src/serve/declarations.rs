@@ -75,10 +75,10 @@ impl<T: FromStr<Err = OptionError>> ParsedDeclaration<T> {
         Ok(Self { value, text, files })
     }
 
-    /// Makes the paths in the text absolute, relative to `folder`.
+    /// Makes the paths in the text absolute, relative to `dir`.
     #[must_use]
-    pub fn with_absolute_paths(mut self, folder: &Path) -> Self {
-        self.text = self.text.with_absolute_paths(folder);
+    pub fn with_absolute_paths(mut self, dir: &Path) -> Self {
+        self.text = self.text.with_absolute_paths(dir);
         self
     }
 }
@@ -131,7 +131,7 @@ pub(super) struct AssignedLease {
 /// A function to serve: its options, and whether they come from the command line, the file or `nvme-mpt add`.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct FunctionDeclaration {
-    pub(super) origin: DeclarationSource,
+    pub(super) source: DeclarationSource,
     /// The option text.
     pub(super) text: OptionText,
     pub(super) files: FileContents,
@@ -146,17 +146,17 @@ impl FunctionDeclaration {
         Self::from_parsed(DeclarationSource::CommandLine, given)
     }
 
-    pub(super) fn parse(origin: DeclarationSource, text: OptionText) -> Result<Self, OptionError> {
-        Ok(Self::from_parsed(origin, ParsedDeclaration::parse(text)?))
+    pub(super) fn parse(source: DeclarationSource, text: OptionText) -> Result<Self, OptionError> {
+        Ok(Self::from_parsed(source, ParsedDeclaration::parse(text)?))
     }
 
     pub(super) fn from_parsed(
-        origin: DeclarationSource,
+        source: DeclarationSource,
         given: ParsedDeclaration<ServerFunctionOptions>,
     ) -> Self {
         let ParsedDeclaration { value, text, files } = given;
         Self {
-            origin,
+            source,
             text,
             files,
             function: value,
@@ -186,9 +186,9 @@ impl FunctionDeclaration {
 
     /// Returns whether a reload can leave a served function as it is. Limits and lease size are not compared, as they can
     /// change while the function is served.
-    pub(super) fn is_same_as(&self, served: &ServerFunctionOptions) -> bool {
-        let rates = served.function.rates;
-        self.with_rates(rates).with_size_of(served).function == *served
+    pub(super) fn is_same_as(&self, running: &ServerFunctionOptions) -> bool {
+        let rates = running.function.rates;
+        self.with_rates(rates).with_size_of(running).function == *running
     }
 
     /// Returns a copy of the declaration with other limits.
@@ -209,8 +209,8 @@ impl FunctionDeclaration {
 
     /// Sets the lease size, also in the option text.
     pub(super) fn set_size(&mut self, size: ByteSize) {
-        if let Some(asked) = &mut self.function.function.size {
-            asked.size = size;
+        if let Some(requested_size) = &mut self.function.function.size {
+            requested_size.size = size;
         }
         self.text = self
             .text
@@ -400,7 +400,7 @@ impl ConfigFileTables<'_> {
         number: usize,
         entry: Table,
     ) -> Result<OptionText, ConfigFileError> {
-        let folder = self.path.parent().unwrap_or(Path::new("/"));
+        let dir = self.path.parent().unwrap_or(Path::new("/"));
         let mut pairs = Vec::with_capacity(entry.len());
         for (key, value) in entry {
             let value = match value {
@@ -421,7 +421,7 @@ impl ConfigFileTables<'_> {
         }
         let text = OptionText::from_pairs(pairs)
             .map_err(|source| self.option_error(kind, number, source))?;
-        Ok(text.with_absolute_paths(folder))
+        Ok(text.with_absolute_paths(dir))
     }
 
     fn unknown_key_error(&self, key: &str) -> ConfigFileError {
@@ -450,14 +450,14 @@ impl ConfigFileTables<'_> {
 /// file.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct DriveDeclaration {
-    pub(super) origin: DeclarationSource,
+    pub(super) source: DeclarationSource,
     pub(super) parsed: ParsedDeclaration<ServerDriveOptions>,
 }
 
 /// A function declaration that this release cannot parse.
 #[derive(Debug)]
 pub(super) struct UnreadableDeclaration {
-    pub(super) origin: DeclarationSource,
+    pub(super) source: DeclarationSource,
     pub(super) text: OptionText,
     pub(super) files: FileContents,
     pub(super) error: OptionError,
@@ -468,7 +468,7 @@ impl UnreadableDeclaration {
     /// parse.
     pub(super) fn from_added(text: OptionText, error: OptionError) -> Self {
         Self {
-            origin: DeclarationSource::Added,
+            source: DeclarationSource::Added,
             text,
             files: FileContents::new(),
             error,
@@ -506,9 +506,9 @@ impl StartConfiguration {
         let arguments = functions
             .into_iter()
             .map(FunctionDeclaration::from_argument);
-        let drive = |origin| {
+        let drive = |source| {
             move |given| DriveDeclaration {
-                origin,
+                source,
                 parsed: given,
             }
         };
@@ -594,19 +594,19 @@ impl AddedFunctionsFile {
 
 /// Returns the function with resolved paths, and with the server's defaults for options that it has not set.
 pub(super) fn resolve_function(
-    declared: FunctionDeclaration,
+    declaration: FunctionDeclaration,
     data: PreviousDataPolicy,
 ) -> FunctionDeclaration {
-    let mut declared = declared.with_data(data);
+    let mut declaration = declaration.with_data(data);
     let ServerFunctionOptions {
         socket, function, ..
-    } = &mut declared.function;
+    } = &mut declaration.function;
     // `absolute` fails only for an empty path, which options cannot have.
     if let Ok(absolute) = std::path::absolute(&*socket) {
         *socket = absolute;
     }
     function.path = resolve_path(&function.path);
-    declared
+    declaration
 }
 
 /// Resolves links in a path, so that equal files have equal paths. A path to a missing file stays unchanged, and the error is
@@ -657,7 +657,7 @@ mod tests {
     #[test]
     fn a_mistake_is_named_with_its_place() {
         let good = "[[function]]\nsocket = \"/a\"\npath = \"null:1G\"\n";
-        for (bad, complaint) in [
+        for (bad, error_message) in [
             (
                 "[[function]]\npath = \"null:1G\"\n",
                 "function 2 is invalid\n  Option \"socket\" is missing",
@@ -678,8 +678,8 @@ mod tests {
             ("[[function]\n", "serve.toml is not written in TOML"),
         ] {
             let error = parse(&format!("{good}{bad}")).unwrap_err();
-            let told = report::chain(&error);
-            assert!(told.contains(complaint), "{told}");
+            let message = report::chain(&error);
+            assert!(message.contains(error_message), "{message}");
         }
         let error = parse("function = 3\n").unwrap_err();
         assert!(
@@ -692,10 +692,10 @@ mod tests {
     fn a_file_has_rules_and_names_further_files() {
         let text = "[[landlock-rule]]\npath = \"images\"\naccess = \"rw\"\n\n\
             [[function]]\nsocket = \"a.sock\"\npath = \"memory:1G\"\nprofile = \"ssd\"\nfaults = \"none\"\n";
-        let declared = parse(text).unwrap();
+        let declaration = parse(text).unwrap();
         let rule = FileRule::new("/etc/images", FileAccess::WRITE);
-        assert_eq!(declared.rules, [rule]);
-        assert!(declared.option_files.is_empty());
+        assert_eq!(declaration.rules, [rule]);
+        assert!(declaration.option_files.is_empty());
         let text: OptionText = "path=a,profile=./slow.toml,faults=some.toml"
             .parse()
             .unwrap();
@@ -705,22 +705,22 @@ mod tests {
             ["/etc/./slow.toml", "/etc/some.toml"].map(PathBuf::from)
         );
         let error = parse("[[landlock-rule]]\npath = \"/srv\"\naccess = \"ro\"\n").unwrap_err();
-        let told = report::chain(&error);
-        assert!(told.contains("landlock-rule 1 is invalid"), "{told}");
-        assert!(told.contains("letters of rwx"), "{told}");
+        let message = report::chain(&error);
+        assert!(message.contains("landlock-rule 1 is invalid"), "{message}");
+        assert!(message.contains("letters of rwx"), "{message}");
     }
 
     #[test]
     fn added_functions_of_another_user_are_refused_and_no_link_is_written_through() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = AddedFunctionsFile::for_control_socket(&folder.path().join("control.sock"));
-        let precious = folder.path().join("precious");
+        let dir = tempfile::tempdir().unwrap();
+        let file = AddedFunctionsFile::for_control_socket(&dir.path().join("control.sock"));
+        let precious = dir.path().join("precious");
         fs::write(&precious, "precious").unwrap();
         for name in [
             "control.sock.functions.toml",
             "control.sock.functions.toml.new",
         ] {
-            symlink(&precious, folder.path().join(name)).unwrap();
+            symlink(&precious, dir.path().join(name)).unwrap();
         }
         file.write([].iter()).unwrap();
         assert_eq!(fs::read(&precious).unwrap(), b"precious");
@@ -731,19 +731,19 @@ mod tests {
         } else {
             fs::set_permissions(&file.path, std::fs::Permissions::from_mode(0o602)).unwrap();
         }
-        let told = report::chain(&file.read().unwrap_err());
-        assert!(told.contains("other users may write it"), "{told}");
+        let message = report::chain(&file.read().unwrap_err());
+        assert!(message.contains("other users may write it"), "{message}");
         fs::remove_file(&file.path).unwrap();
-        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
-        let told = report::chain(&file.write([].iter()).unwrap_err());
-        assert!(told.contains("other users may write in"), "{told}");
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        let message = report::chain(&file.write([].iter()).unwrap_err());
+        assert!(message.contains("other users may write in"), "{message}");
         assert!(!file.path.exists());
     }
 
     #[test]
     fn added_functions_are_restored_from_the_file() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = AddedFunctionsFile::for_control_socket(&folder.path().join("control.sock"));
+        let dir = tempfile::tempdir().unwrap();
+        let file = AddedFunctionsFile::for_control_socket(&dir.path().join("control.sock"));
         assert_eq!(file.read().unwrap(), []);
         for texts in [
             &[

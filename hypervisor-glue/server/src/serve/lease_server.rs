@@ -253,7 +253,7 @@ impl LeaseTable {
         let deadline = Deadline::after(&SystemClock::shared(), time);
         let mut leases = leases.into_iter();
         leases
-            .find(|(_, attachment)| attachment.quiesce_once(deadline.remaining()).is_err())
+            .find(|(_, local_backend)| local_backend.quiesce_once(deadline.remaining()).is_err())
             .map(|(id, _)| id)
     }
 
@@ -425,9 +425,9 @@ impl LeaseTable {
         id: &str,
         given: &OptionText,
     ) -> Option<Result<Option<FunctionEntry>, LimitsError>> {
-        let (attachment, path) = self.find_backend(id)?;
+        let (local_backend, path) = self.find_backend(id)?;
         // This may wait for another process that has locked the ledger, so it is done without the table's lock.
-        let change = record_limits(attachment.lease(), &path, given);
+        let change = record_limits(local_backend.lease(), &path, given);
         Some(change.map(|change| self.apply_limits(id, change)))
     }
 
@@ -475,21 +475,21 @@ impl LeaseTable {
         size: ByteSize,
         stop: &AtomicBool,
     ) -> Option<Result<Option<FunctionEntry>, GrowError>> {
-        let (attachment, _) = self.find_backend(id)?;
+        let (local_backend, _) = self.find_backend(id)?;
         // Growing wipes the new bytes, which may take long, so it is done without the table's lock.
-        let grown = attachment.grow(size.0, stop);
-        let entry = self.update_extents(id, &attachment);
+        let grown = local_backend.grow(size.0, stop);
+        let entry = self.update_extents(id, &local_backend);
         Some(grown.map(|()| entry))
     }
 
     /// Updates a lease's entry with the current extents. Returns the entry; `None` if no lease has the id.
-    fn update_extents(&self, id: &str, attachment: &LocalBackend) -> Option<FunctionEntry> {
+    fn update_extents(&self, id: &str, local_backend: &LocalBackend) -> Option<FunctionEntry> {
         let mut connections = self.connections();
         let lease = find_lease(&mut connections, id)?;
-        let summary = summary(&lease.entry.drive, attachment, lease.peer);
+        let summary = summary(&lease.entry.drive, local_backend, lease.peer);
         lease
             .entry
-            .set_extents(attachment.lease().extents(), summary);
+            .set_extents(local_backend.lease().extents(), summary);
         Some(lease.entry.clone())
     }
 
@@ -584,15 +584,15 @@ impl LeaseTable {
             return LeaseAdmission::Refused(reason.to_owned());
         };
         let open = || self.open_backend(&options, claim, reader, parts, stop);
-        let attachment = match crash::run_recorded(crashes.as_ref(), open) {
-            Ok(attachment) => Arc::new(attachment),
+        let local_backend = match crash::run_recorded(crashes.as_ref(), open) {
+            Ok(local_backend) => Arc::new(local_backend),
             Err(OpenError::Drive(OpenDriveError::Closed(_))) => return LeaseAdmission::NotServed,
             Err(error) => return LeaseAdmission::Refused(report::chain(&error)),
         };
-        let id = attachment.lease().id().to_owned();
+        let id = local_backend.lease().id().to_owned();
         set_function(&id);
         log::info!("A function in process {pid} of user {uid} has lease {id}");
-        let extents = attachment.lease().extents();
+        let extents = local_backend.lease().extents();
         let mut lease = VmmLease {
             entry: FunctionEntry {
                 pending: None,
@@ -604,20 +604,20 @@ impl LeaseTable {
                 origin: DeclarationSource::Vmm,
                 limits: options.rates.to_string(),
                 state: FunctionStatus::Connected,
-                summary: summary(&options.path.to_string(), &attachment, peer),
+                summary: summary(&options.path.to_string(), &local_backend, peer),
             },
             path: options.path.clone(),
             requested_rates: options.rates,
             operator_limits: None,
-            local_backend: attachment.clone(),
+            local_backend: local_backend.clone(),
             peer,
             guest_pause: None,
         };
         // The lock is held while the ledger is read. So a concurrent change of limits is either in the ledger already, or
         // finds this lease in the table.
         let mut connections = self.connections();
-        let ordered = recorded_limits(attachment.lease()).and_then(|limits| {
-            let change = limits.map(|limits| parse_limits(attachment.lease().id(), &limits));
+        let ordered = recorded_limits(local_backend.lease()).and_then(|limits| {
+            let change = limits.map(|limits| parse_limits(local_backend.lease().id(), &limits));
             change.transpose()
         });
         match ordered {
@@ -625,20 +625,20 @@ impl LeaseTable {
             Err(error) => return LeaseAdmission::Refused(report::chain(&error)),
         }
         lease.apply_rates();
-        let stall = self.end_guest_pause(&lease.entry.id, parts.is_some());
-        lease.guest_pause = stall;
+        let pause = self.end_guest_pause(&lease.entry.id, parts.is_some());
+        lease.guest_pause = pause;
         if let Some(used) = self.used_limits().remove(&lease.entry.id) {
-            attachment.restore_limits(used);
+            local_backend.restore_limits(used);
         }
         if let Some(connection) = connections.get_mut(&number) {
             connection.lease = Some(lease);
         }
         drop(connections);
-        if let Some(stall) = stall {
-            let id = attachment.lease().id();
-            log::info!("The VMM of {id} continues: it had no server for {stall}");
+        if let Some(pause) = pause {
+            let id = local_backend.lease().id();
+            log::info!("The VMM of {id} continues: it had no server for {pause}");
         }
-        LeaseAdmission::Attached(attachment)
+        LeaseAdmission::Attached(local_backend)
     }
 }
 
@@ -702,9 +702,9 @@ fn check_untrusted_options(options: &str, uid: u32) -> Result<(), LeaseAdmission
 }
 
 /// Returns a lease's one-line description.
-fn summary(drive: &str, attachment: &LocalBackend, peer: PeerIdentity) -> String {
+fn summary(drive: &str, local_backend: &LocalBackend, peer: PeerIdentity) -> String {
     let PeerIdentity { pid, uid, .. } = peer;
-    let extents = attachment.lease().extents();
+    let extents = local_backend.lease().extents();
     format!("{drive}, range {extents}; in process {pid} of user {uid}")
 }
 
@@ -791,11 +791,11 @@ impl LeaseServer {
     /// # Errors
     /// Returns the error of the socket or the kernel.
     pub(super) fn start(table: Arc<LeaseTable>) -> io::Result<Self> {
-        if let Some(folder) = table.socket.parent() {
-            let sockets = OpenDirectory::open_or_create(folder, 0o700)?;
+        if let Some(dir) = table.socket.parent() {
+            let sockets = OpenDirectory::open_or_create(dir, 0o700)?;
             remove_stale_sockets(&sockets);
             if table.access != SocketAccess::default() {
-                open_dir_to_others(folder, &sockets)?;
+                open_dir_to_others(dir, &sockets)?;
             }
         }
         let listener =
@@ -844,8 +844,8 @@ impl Drop for LeaseServer {
 
 /// Gives other users access to the directory of the servers' sockets, so that their VMMs find the sockets. Each socket's
 /// own mode decides who may connect.
-fn open_dir_to_others(folder: &Path, sockets: &OpenDirectory) -> io::Result<()> {
-    if let Some(state_dir) = folder.parent() {
+fn open_dir_to_others(dir: &Path, sockets: &OpenDirectory) -> io::Result<()> {
+    if let Some(state_dir) = dir.parent() {
         make_searchable_state_dir(state_dir).map_err(io::Error::other)?;
     }
     Ok(sockets.set_mode(0o755)?)
@@ -965,7 +965,7 @@ fn admit_connection(
 }
 
 fn start_session(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result<()> {
-    let kept = stream.try_clone()?;
+    let stream_copy = stream.try_clone()?;
     let session = LeaseSession::new(stream).map_err(io::Error::other)?;
     let peer = session.peer();
     let account = match peer.is_trusted() {
@@ -992,7 +992,7 @@ fn start_session(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io
     connections.insert(
         number,
         VmmConnection {
-            stream: kept,
+            stream: stream_copy,
             peer,
             quota_user: account,
             is_evicted: false,
@@ -1018,11 +1018,11 @@ mod tests {
 
     #[test]
     fn the_lease_server_waits_for_ending_leases_only_on_drop() {
-        let folder = tempfile::tempdir().unwrap();
-        let ledgers = Arc::new(LeaseLedgers::open(folder.path()));
+        let dir = tempfile::tempdir().unwrap();
+        let ledgers = Arc::new(LeaseLedgers::open(dir.path()));
         let access = SocketAccess::default();
         let begin = GuestPauseStart::for_vmms(None);
-        let table = LeaseTable::new(folder.path(), access, ledgers, PollerPool::new(), begin);
+        let table = LeaseTable::new(dir.path(), access, ledgers, PollerPool::new(), begin);
         let mut server = LeaseServer::start(table.clone()).unwrap();
         let root = PeerIdentity {
             pid: 0,
@@ -1060,11 +1060,11 @@ mod tests {
 
     #[test]
     fn one_users_connections_displace_neither_other_users_nor_the_operator() {
-        let folder = tempfile::tempdir().unwrap();
-        let ledgers = Arc::new(LeaseLedgers::open(folder.path()));
+        let dir = tempfile::tempdir().unwrap();
+        let ledgers = Arc::new(LeaseLedgers::open(dir.path()));
         let access = SocketAccess::default();
         let begin = GuestPauseStart::for_vmms(None);
-        let table = LeaseTable::new(folder.path(), access, ledgers, PollerPool::new(), begin);
+        let table = LeaseTable::new(dir.path(), access, ledgers, PollerPool::new(), begin);
         let peer = |uid| PeerIdentity {
             pid: 0,
             uid,
@@ -1072,8 +1072,8 @@ mod tests {
         };
         let mut number = 0;
         let mut come = |uid: u32| {
-            let room = admit_connection(&mut table.connections(), &peer(uid), uid);
-            room.map(|()| {
+            let admission = admit_connection(&mut table.connections(), &peer(uid), uid);
+            admission.map(|()| {
                 number += 1;
                 connect(&table, peer(uid), number)
             })
@@ -1094,13 +1094,13 @@ mod tests {
             come(uid).unwrap();
             assert_eq!(waiting(&table), UNTRUSTED_WAITING_MAX);
         }
-        let here = |uid| {
+        let connect_as = |uid| {
             let connections = table.connections();
             connections
                 .values()
                 .any(|one| one.peer.uid == uid && !one.is_evicted)
         };
-        assert!((1000..1010).all(here));
+        assert!((1000..1010).all(connect_as));
         assert_eq!(
             theirs[0].read(&mut [0]).unwrap(),
             0,
@@ -1128,10 +1128,10 @@ mod tests {
     /// server.
     fn persisted_parts(host: &dyn ControllerBackend) -> Option<PersistedBackendParts> {
         let shared = host.shared_parts();
-        let live = shared.inflight?;
+        let inflight = shared.inflight?;
         Some(PersistedBackendParts {
             doorbells: shared.doorbells.fd().try_clone_to_owned().unwrap(),
-            inflight: live.fd().try_clone_to_owned().unwrap(),
+            inflight: inflight.fd().try_clone_to_owned().unwrap(),
             events: shared.events.try_clone().unwrap(),
         })
     }
@@ -1142,14 +1142,14 @@ mod tests {
         options: String,
         peer: PeerIdentity,
         _drive: Arc<Drive>,
-        folder: tempfile::TempDir,
+        dir: tempfile::TempDir,
     }
 
     impl LeaseTableFixture {
         /// Creates a drive of `bytes` bytes. `options` are the function's options without the path.
         fn new(bytes: u64, options: &str) -> Self {
-            let folder = tempfile::tempdir().unwrap();
-            let state = folder.path().join("state");
+            let dir = tempfile::tempdir().unwrap();
+            let state = dir.path().join("state");
             let ledgers = Arc::new(LeaseLedgers::open(&state));
             let table = LeaseTable::new(
                 &state,
@@ -1158,7 +1158,7 @@ mod tests {
                 PollerPool::new(),
                 GuestPauseStart::for_vmms(None),
             );
-            let drive = folder.path().join("drive.img");
+            let drive = dir.path().join("drive.img");
             fs::File::create(&drive).unwrap().set_len(bytes).unwrap();
             let options = format!("path={},{options}", drive.display());
             let function: FunctionOptions = options.parse().unwrap();
@@ -1173,7 +1173,7 @@ mod tests {
                     gid: own,
                 },
                 _drive: opened.unwrap(),
-                folder,
+                dir,
             }
         }
     }
@@ -1253,7 +1253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_restored_from_another_server_has_a_stall() {
+    fn a_function_restored_from_another_server_has_a_pause() {
         let bench = LeaseTableFixture::new(1 << 20, "id=a");
         let LeaseTableFixture {
             table: first,
@@ -1269,28 +1269,28 @@ mod tests {
             else {
                 panic!("no lease");
             };
-            let stall = table.stats()[0].stall;
+            let pause = table.stats()[0].stall;
             let parts = persisted_parts(&*host);
             let gone = table.connections().remove(&0);
             drop((gone, host));
-            (stall.map(|stall| stall.cause), parts)
+            (pause.map(|pause| pause.cause), parts)
         };
-        let (stall, parts) = visit(first, None);
-        assert_eq!(stall, None, "there was no server before");
+        let (pause, parts) = visit(first, None);
+        assert_eq!(pause, None, "there was no server before");
         let parts = parts.unwrap();
-        let (stall, _) = visit(first, Some(&parts));
-        assert_eq!(stall, None, "the server is the same");
+        let (pause, _) = visit(first, Some(&parts));
+        assert_eq!(pause, None, "the server is the same");
         let next = LeaseTable::new(
-            bench.folder.path(),
+            bench.dir.path(),
             SocketAccess::default(),
             first.ledgers.clone(),
             PollerPool::new(),
             GuestPauseStart::for_vmms(None),
         );
-        let (stall, _) = visit(&next, Some(&parts));
-        assert_eq!(stall, Some(GuestPauseCause::Restart));
-        let (stall, _) = visit(&next, Some(&parts));
-        assert_eq!(stall, None, "the server is the same");
+        let (pause, _) = visit(&next, Some(&parts));
+        assert_eq!(pause, Some(GuestPauseCause::Restart));
+        let (pause, _) = visit(&next, Some(&parts));
+        assert_eq!(pause, None, "the server is the same");
     }
 
     #[test]
@@ -1309,7 +1309,7 @@ mod tests {
         };
         let limits: OptionText = "iops=100".parse().unwrap();
         assert!(table.set_limits("a", &limits).unwrap().unwrap().is_some());
-        let (attachment, path) = table.find_backend("a").unwrap();
+        let (local_backend, path) = table.find_backend("a").unwrap();
         // Takes the lease out of the table, as if the VMM disconnected between the two steps of a change.
         let take_lease = || {
             table
@@ -1318,37 +1318,37 @@ mod tests {
                 .and_then(|one| one.lease.take())
         };
         let limits: OptionText = "iops=200".parse().unwrap();
-        let change = record_limits(attachment.lease(), &path, &limits).unwrap();
+        let change = record_limits(local_backend.lease(), &path, &limits).unwrap();
         let taken = take_lease().unwrap();
         assert!(table.apply_limits("a", change).is_none());
-        let recorded = attachment.lease().limits().unwrap();
+        let recorded = local_backend.lease().limits().unwrap();
         assert_eq!(recorded.as_deref(), Some("iops=200"));
         // For the second change, the lease is put back.
         if let Some(connection) = table.connections().get_mut(&0) {
             connection.lease = Some(taken);
         }
-        attachment.grow(2 << 20, &stop).unwrap();
+        local_backend.grow(2 << 20, &stop).unwrap();
         drop(take_lease());
-        assert!(table.update_extents("a", &attachment).is_none());
-        assert_eq!(attachment.lease().extents().length(), 2 << 20);
+        assert!(table.update_extents("a", &local_backend).is_none());
+        assert_eq!(local_backend.lease().extents().length(), 2 << 20);
         assert!(table.set_limits("a", &limits).is_none(), "no function");
         assert!(table.grow("a", ByteSize(3 << 20), &stop).is_none());
     }
 
     #[test]
     fn only_sockets_of_dead_servers_are_removed() {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         // The process id of this process, and a process id above the maximum. In another PID namespace, both may be ids of
         // running servers. Servers of earlier releases have only the process id in the name.
         let numbers = [process::id().to_string(), "4194305".to_owned()];
-        let socket = |server: &str| folder.path().join(format!("{server}.sock"));
+        let socket = |server: &str| dir.path().join(format!("{server}.sock"));
         // The socket's name before it listens.
-        let beginning = folder.path().join(".vfio-user.4194305.0");
+        let beginning = dir.path().join(".vfio-user.4194305.0");
         drop(UnixListener::bind(&beginning).unwrap());
         for number in &numbers {
             drop(UnixListener::bind(socket(number)).unwrap());
             let _listener = UnixListener::bind(socket(&format!("{number}-1"))).unwrap();
-            remove_stale_sockets(&OpenDirectory::open(folder.path()).unwrap());
+            remove_stale_sockets(&OpenDirectory::open(dir.path()).unwrap());
             assert!(!socket(number).exists());
             assert!(socket(&format!("{number}-1")).exists());
         }

@@ -229,11 +229,11 @@ impl From<ChangeError> for ServeError {
 pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeError> {
     let inherited = InheritedDescriptors::from_env()?;
     let failure = FailureReport::connect(&inherited);
-    let served = serve_inherited(options, inherited, failure.is_some(), out);
-    if let (Err(error), Some(failure)) = (&served, failure) {
+    let result = serve_inherited(options, inherited, failure.is_some(), out);
+    if let (Err(error), Some(failure)) = (&result, failure) {
         failure.send(&report::chain(error));
     }
-    served
+    result
 }
 
 /// Serves functions, with the state inherited from a supervisor or from the predecessor.
@@ -244,9 +244,9 @@ fn serve_inherited(
     out: &mut dyn Write,
 ) -> Result<(), ServeError> {
     let signals = EndSignals::block().map_err(ServeError::Signals)?;
-    let declared = initial_configuration(&options, &inherited, replaces)?;
+    let declaration = initial_configuration(&options, &inherited, replaces)?;
     // Confines first, since threads that are started later inherit the restrictions.
-    let rules = required_files::server_rules(&options, &declared)?;
+    let rules = required_files::server_rules(&options, &declaration)?;
     let confined = confine(&options.confinement, rules)?;
     logging::start_log_thread().map_err(ServeError::Log)?;
     system::enable_preemption_count();
@@ -261,26 +261,34 @@ fn serve_inherited(
     let control = options.control.clone();
     let mut prepared = None;
     let mut late = None;
-    let keeping = ServerPersistence::connect(inherited, || -> Result<(), ServeError> {
+    let persistence = ServerPersistence::connect(inherited, || -> Result<(), ServeError> {
         // If this thread cannot be started, the sockets are bound after the functions are served.
         late = SuccessorSockets::spawn(control.clone(), metrics.clone()).ok();
-        prepared = Some(prepare_takeover(&options, &declared)?);
+        prepared = Some(prepare_takeover(&options, &declaration)?);
         Ok(())
     })?;
-    let supervisor = keeping.as_deref();
-    let goes_on =
-        declared.is_restored || supervisor.is_some_and(ServerPersistence::has_restorable_functions);
-    // Guests wait for their functions and not for these sockets, which the predecessor may still own. So the sockets are bound
-    // later.
-    let replacing = keeping.as_ref().filter(|keeping| keeping.has_predecessor());
-    if let (Some(keeping), Some(late)) = (replacing, &late) {
-        late.start_binding(keeping.clone(), goes_on);
+    let supervisor = persistence.as_deref();
+    let has_predecessor = declaration.is_restored
+        || supervisor.is_some_and(ServerPersistence::has_restorable_functions);
+    // Guests wait only for their functions, and the old server may still own the sockets.
+    let replacing = persistence
+        .as_ref()
+        .filter(|persistence| persistence.has_predecessor());
+    if let (Some(persistence), Some(late)) = (replacing, &late) {
+        late.start_binding(persistence.clone(), has_predecessor);
     }
     let bound = match replacing {
         Some(_) => None,
-        None => Some(bind_metrics(&metrics, goes_on)?),
+        None => Some(bind_metrics(&metrics, has_predecessor)?),
     };
-    let (listener, roster) = start(options, declared, prepared, keeping.clone(), stop, confined)?;
+    let (listener, registry) = start(
+        options,
+        declaration,
+        prepared,
+        persistence.clone(),
+        stop,
+        confined,
+    )?;
     let bound = match (
         listener.zip(bound),
         late.and_then(SuccessorSockets::into_sockets),
@@ -288,35 +296,38 @@ fn serve_inherited(
         (Some(bound), _) => Ok(bound),
         (None, Some(bound)) => bound,
         // The thread of `SuccessorSockets` could not be started, so the sockets are bound here.
-        (None, None) => bind_after_predecessor(supervisor, &control, &metrics, goes_on),
+        (None, None) => bind_after_predecessor(supervisor, &control, &metrics, has_predecessor),
     };
     let (listener, metrics) = match bound {
         Ok(bound) => bound,
         Err(error) => {
             // Dropping the functions would remove their stored state and end them permanently. They are leaked instead, so that
             // the next process can restore them.
-            std::mem::forget(roster);
+            std::mem::forget(registry);
             return Err(error);
         }
     };
-    print_functions(&roster, out).map_err(ServeError::Print)?;
-    if keeping.is_none() && roster.entries().next().is_some() {
+    print_functions(&registry, out).map_err(ServeError::Print)?;
+    if persistence.is_none() && registry.entries().next().is_some() {
         let lost = "Without a supervisor: VMs on vfio-user lose their drives when this server ends; see `nvme-mpt help supervise`";
         writeln!(out, "{lost}").map_err(ServeError::Print)?;
     }
-    if roster.entries().next().is_none() {
+    if registry.entries().next().is_none() {
         let control = control.display();
         log::info!("There is no function yet: add one with `nvme-mpt add --control {control}`");
     }
-    let server = ActiveServer::start(listener, metrics, roster)?;
-    if let Some(Err(error)) = keeping.as_ref().map(ServerPersistence::watch_supervisor) {
+    let server = ActiveServer::start(listener, metrics, registry)?;
+    if let Some(Err(error)) = persistence
+        .as_ref()
+        .map(ServerPersistence::watch_supervisor)
+    {
         log::warn!(
             "Cannot start a thread, so the end of the supervisor will be noticed late: {error}"
         );
     }
     // The supervisor gets `READY=1` before "ready" is printed. A reader of the printed line may kill this process immediately,
     // and a supervisor does not restart a server that was never ready.
-    persistence::notify(keeping.as_deref(), "READY=1");
+    persistence::notify(persistence.as_deref(), "READY=1");
     // Functions may have been restored after a crash. The log is flushed before the reader of "ready" can kill this
     // process.
     logging::flush(logging::END_TIMEOUT);
@@ -333,7 +344,7 @@ fn serve_inherited(
         }
     };
     log::info!("{signal}: no more clients are accepted, and the functions are reset");
-    persistence::notify(keeping.as_deref(), "STOPPING=1");
+    persistence::notify(persistence.as_deref(), "STOPPING=1");
     server.end()
 }
 
@@ -345,18 +356,18 @@ fn initial_configuration(
     replaces: bool,
 ) -> Result<StartConfiguration, ServeError> {
     let stored = persistence::persisted_configuration(inherited).map_err(ServeError::from);
-    let served = stored.and_then(|stored| match stored {
+    let running = stored.and_then(|stored| match stored {
         Some(bytes) => Ok(Some(stored_configuration::decode(&bytes)?)),
         None => Ok(None),
     });
-    match served {
-        Ok(Some(served)) => {
+    match running {
+        Ok(Some(stored_configuration)) => {
             for mistake in &options.argument_errors {
                 log::warn!(
                     "The command line is invalid, so the previous configuration stays in use: {mistake}"
                 );
             }
-            return Ok(served);
+            return Ok(stored_configuration);
         }
         Ok(None) => {}
         // The predecessor still runs, and continues to serve if this process fails.
@@ -372,8 +383,8 @@ fn initial_configuration(
     let file = options.file.clone().map(absolute_path).transpose()?;
     let added = AddedFunctionsFile::for_control_socket(&options.control);
     let (functions, drives) = (options.functions.clone(), options.drives.clone());
-    let declared = StartConfiguration::read(functions, drives, file.as_deref(), &added);
-    Ok(declared.map_err(ChangeError::from)?)
+    let configuration = StartConfiguration::read(functions, drives, file.as_deref(), &added);
+    Ok(configuration.map_err(ChangeError::from)?)
 }
 
 /// Waits for signals on a thread. The signal that ends the server also sets `stop`.
@@ -405,9 +416,9 @@ fn start_signal_thread(
 /// another one, whose sockets are bound later.
 fn start(
     options: ServeOptions,
-    declared: StartConfiguration,
+    configuration: StartConfiguration,
     prepared: Option<PreparedTakeover>,
-    keeping: Option<Arc<ServerPersistence>>,
+    persistence: Option<Arc<ServerPersistence>>,
     stop: Arc<AtomicBool>,
     confined: ProcessConfinement,
 ) -> Result<(Option<ControlListener>, FunctionRegistry), ServeError> {
@@ -427,7 +438,7 @@ fn start(
     } = options;
     let VmmSocket { mode, owner } = vmm_socket;
     let access = match socket_access(mode, owner.as_ref()) {
-        Err(error) if declared.is_restored => {
+        Err(error) if configuration.is_restored => {
             let error = report::chain(&error);
             log::error!("Only VMMs of root and of this server's user may ask for leases: {error}");
             SocketAccess::default()
@@ -437,12 +448,12 @@ fn start(
     start_file_survey();
     // Precedes all opening of files in the directory, so that a directory that other users can access is reported first.
     make_state_dir(&state_dir).map_err(ServeError::StateDir)?;
-    let file = match declared.is_restored {
+    let file = match configuration.is_restored {
         // The file is not needed now, and may have been removed since the predecessor read it.
         true => file.map(|file| path::absolute(&file).unwrap_or(file)),
         false => file.map(absolute_path).transpose()?,
     };
-    let replaces = keeping
+    let replaces = persistence
         .as_deref()
         .is_some_and(ServerPersistence::has_predecessor);
     // The control socket protects the file of added functions against a second server. During an upgrade, the predecessor's
@@ -459,9 +470,9 @@ fn start(
     } = match prepared {
         Some(prepared) => prepared,
         None => PreparedTakeover {
-            ledgers: open_ledgers(&state_dir, keeping.is_some())?,
+            ledgers: open_ledgers(&state_dir, persistence.is_some())?,
             drives: OpenDrives::default(),
-            pollers: match &keeping {
+            pollers: match &persistence {
                 Some(_) => PollerPool::with_threads(crashes::thread_spawner()),
                 None => PollerPool::new(),
             },
@@ -473,14 +484,14 @@ fn start(
             "Cannot start a thread, so a function that waits delays others of its poller: {error}"
         );
     }
-    let ledgers = Arc::new(match &keeping {
-        Some(keeping) => ledgers
-            .with_private_ledger(keeping.private_ledger())
-            .with_spare_store(keeping.spares().clone()),
+    let ledgers = Arc::new(match &persistence {
+        Some(persistence) => ledgers
+            .with_private_ledger(persistence.private_ledger())
+            .with_spare_store(persistence.spares().clone()),
         None => ledgers,
     });
-    let stall_begin = GuestPauseStart::for_vmms(keeping.as_deref());
-    let mut roster = FunctionRegistry::new(ServerContext {
+    let stall_begin = GuestPauseStart::for_vmms(persistence.as_deref());
+    let mut registry = FunctionRegistry::new(ServerContext {
         leases: LeaseTable::new(
             &state_dir,
             access,
@@ -491,27 +502,27 @@ fn start(
         ledgers,
         pollers,
         data,
-        rules: declared.rules.clone(),
+        rules: configuration.rules.clone(),
         // Other processes use this path as well, so it must be absolute.
         state_dir: path::absolute(&state_dir).unwrap_or(state_dir),
         file,
         added,
-        persistence: keeping,
+        persistence,
         stop,
         confinement: confined,
     });
-    roster.drives = open;
-    roster.start(declared)?;
-    Ok((listener, roster))
+    registry.drives = open;
+    registry.start(configuration)?;
+    Ok((listener, registry))
 }
 
 fn make_control_dir(control: &Path) -> Result<(), ServeError> {
-    let Some(folder) = control.parent() else {
+    let Some(dir) = control.parent() else {
         return Ok(());
     };
-    let made = OpenDirectory::open_or_create(folder, 0o777);
+    let made = OpenDirectory::open_or_create(dir, 0o777);
     made.map(drop).map_err(|source| ServeError::ControlDir {
-        path: folder.to_owned(),
+        path: dir.to_owned(),
         source,
     })
 }
@@ -523,15 +534,15 @@ fn bind_control(control: &Path) -> Result<ControlListener, ServeError> {
 
 /// Binds the sockets of a server that replaces another one, after the predecessor has ended.
 fn bind_after_predecessor(
-    keeping: Option<&ServerPersistence>,
+    persistence: Option<&ServerPersistence>,
     control: &Path,
     metrics: &MetricsOptions,
-    goes_on: bool,
+    has_predecessor: bool,
 ) -> Result<ServerSockets, ServeError> {
-    if let Some(keeping) = keeping {
-        keeping.await_predecessor_end()?;
+    if let Some(persistence) = persistence {
+        persistence.await_predecessor_end()?;
     }
-    let metrics = bind_metrics(metrics, goes_on)?;
+    let metrics = bind_metrics(metrics, has_predecessor)?;
     Ok((bind_control(control)?, metrics))
 }
 
@@ -552,15 +563,16 @@ impl SuccessorSockets {
     /// Starts the thread. Must be called before functions pause: a thread that starts during the pause could take processor
     /// time from a poller.
     fn spawn(control: PathBuf, metrics: MetricsOptions) -> io::Result<Self> {
-        let (orders, inbox) = mpsc::channel();
+        let (orders, receiver) = mpsc::channel();
         let bind = move || {
             crashes::abort_on_panic();
-            let (keeping, goes_on): (Arc<ServerPersistence>, bool) = inbox.recv().ok()?;
+            let (persistence, has_predecessor): (Arc<ServerPersistence>, bool) =
+                receiver.recv().ok()?;
             Some(bind_after_predecessor(
-                Some(&keeping),
+                Some(&persistence),
                 &control,
                 &metrics,
-                goes_on,
+                has_predecessor,
             ))
         };
         let thread = start_thread("sockets", bind)?;
@@ -571,9 +583,9 @@ impl SuccessorSockets {
     }
 
     /// Starts waiting for the end of the predecessor.
-    fn start_binding(&self, keeping: Arc<ServerPersistence>, goes_on: bool) {
+    fn start_binding(&self, persistence: Arc<ServerPersistence>, has_predecessor: bool) {
         // The send fails only if the thread has panicked, which ends the process.
-        let _ = self.requests.send((keeping, goes_on));
+        let _ = self.requests.send((persistence, has_predecessor));
     }
 
     /// Waits until the sockets are bound. Returns `None` if [`start_binding`](Self::start_binding) was not called.
@@ -590,11 +602,14 @@ impl SuccessorSockets {
     }
 }
 
-/// Binds the metrics listener. If this fails and `goes_on` is set, as in a server that restores functions, the server continues
-/// without metrics, so that VMs keep their drives.
-fn bind_metrics(options: &MetricsOptions, goes_on: bool) -> Result<MetricsListener, MetricsError> {
+/// Binds the metrics listener. If this fails in a server that restores functions, the server continues without metrics, so
+/// that VMs keep their drives.
+fn bind_metrics(
+    options: &MetricsOptions,
+    has_predecessor: bool,
+) -> Result<MetricsListener, MetricsError> {
     match MetricsListener::bind(options) {
-        Err(error) if goes_on => {
+        Err(error) if has_predecessor => {
             log::error!("Cannot serve metrics: {}", report::chain(&error));
             MetricsListener::bind(&MetricsOptions::default())
         }
@@ -613,11 +628,11 @@ struct PreparedTakeover {
     pollers: Arc<PollerPool>,
 }
 
-/// Opens the ledgers of a state directory. If `is_kept`, the server may restore another server's functions, so the ledger
+/// Opens the ledgers of a state directory. If `is_supervised`, the server may restore another server's functions, so the ledger
 /// writer thread is started as well.
-fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<LeaseLedgers, ServeError> {
+fn open_ledgers(state_dir: &Path, is_supervised: bool) -> Result<LeaseLedgers, ServeError> {
     let ledgers = LeaseLedgers::open(state_dir);
-    match is_kept {
+    match is_supervised {
         true => ledgers
             .with_ledger_writer()
             .map_err(ServeError::LedgerWriter),
@@ -639,7 +654,7 @@ fn start_file_survey() {
 /// Checks options, opens drives and starts pollers, but acquires no lease. Returns once the pollers are running.
 fn prepare_takeover(
     options: &ServeOptions,
-    declared: &StartConfiguration,
+    configuration: &StartConfiguration,
 ) -> Result<PreparedTakeover, ServeError> {
     let VmmSocket { mode, owner } = &options.vmm_socket;
     socket_access(*mode, owner.as_ref())?;
@@ -649,13 +664,13 @@ fn prepare_takeover(
         path: declarations::resolve_path(&function.path),
         ..function.clone()
     };
-    let held = declared.drives.iter();
+    let held = configuration.drives.iter();
     let held: Vec<_> = held
         .map(|held| resolved(&held.parsed.value.drive))
         .collect();
-    let functions = declared.functions.iter();
-    let functions = functions.map(|declared| resolved(&declared.function.function));
-    let added = declared.added_texts.iter().filter_map(|text| {
+    let functions = configuration.functions.iter();
+    let functions = functions.map(|declaration| resolved(&declaration.function.function));
+    let added = configuration.added_texts.iter().filter_map(|text| {
         let added = FunctionDeclaration::parse(DeclarationSource::Added, text.clone()).ok()?;
         Some(resolved(&added.function.function))
     });
@@ -686,12 +701,12 @@ fn absolute_path(path: PathBuf) -> Result<PathBuf, ServeError> {
     found.map_err(|source| ServeError::Path { path, source })
 }
 
-fn print_functions(roster: &FunctionRegistry, out: &mut dyn Write) -> io::Result<()> {
-    for summary in roster.drive_summaries() {
+fn print_functions(registry: &FunctionRegistry, out: &mut dyn Write) -> io::Result<()> {
+    for summary in registry.drive_summaries() {
         writeln!(out, "Drive {summary}")?;
         writeln!(out)?;
     }
-    for entry in roster.entries() {
+    for entry in registry.entries() {
         print_function(entry, out)?;
         writeln!(out)?;
     }
@@ -735,35 +750,38 @@ impl ActiveServer {
     fn start(
         listener: ControlListener,
         metrics: MetricsListener,
-        roster: FunctionRegistry,
+        registry: FunctionRegistry,
     ) -> Result<Self, ServeError> {
-        let figures = ServerStatsSource {
-            registry_snapshot: roster.snapshot(),
-            leases: roster.leases(),
-            pollers: roster.pollers(),
-            ledgers: roster.context.ledgers.clone(),
+        let stats_source = ServerStatsSource {
+            registry_snapshot: registry.snapshot(),
+            leases: registry.leases(),
+            pollers: registry.pollers(),
+            ledgers: registry.context.ledgers.clone(),
             health: HealthAnswers::default(),
-            persistence: roster.context.persistence.clone(),
+            persistence: registry.context.persistence.clone(),
         };
         // The lease server starts before anything is reported, because a VMM that finds no lease server would open the
         // drive itself.
         let lease_server =
-            LeaseServer::start(figures.leases.clone()).map_err(ServeError::Leases)?;
-        let metrics = MetricsServer::start(metrics, figures.clone())?;
+            LeaseServer::start(stats_source.leases.clone()).map_err(ServeError::Leases)?;
+        let metrics = MetricsServer::start(metrics, stats_source.clone())?;
         let comparer = ConfigurationComparer::start({
-            let view = roster.snapshot();
+            let snapshot = registry.snapshot();
             move || {
-                let view = view.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                view.running_configuration.compare()
+                let snapshot = snapshot
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .clone();
+                snapshot.running_configuration.compare()
             }
         })
         .map_err(ServeError::Thread)?;
         let (changes, queue) =
-            ChangeThread::start(roster, comparer.clone()).map_err(ServeError::Thread)?;
+            ChangeThread::start(registry, comparer.clone()).map_err(ServeError::Thread)?;
         let control = ControlServer::start(
             listener,
             ServerControl {
-                stats_source: figures,
+                stats_source,
                 comparer,
                 changes: queue,
             },
@@ -788,18 +806,18 @@ impl ActiveServer {
         drop((control, metrics));
         // Leases and functions are asked to end before either is awaited, as each may use its whole timeout.
         leases.stop_leases();
-        let roster = changes.end().ok_or(ServeError::Panicked)?;
-        roster.forget_configuration();
-        roster.stop_functions();
+        let registry = changes.end().ok_or(ServeError::Panicked)?;
+        registry.forget_configuration();
+        registry.stop_functions();
         drop(leases);
-        let keeping = roster.context.persistence.clone();
+        let persistence = registry.context.persistence.clone();
         // The last process that closes a block device waits for its writes. The supervisor must not wait, so this process keeps
         // the drives open until the supervisor has closed its descriptors.
-        let _open = keeping.as_ref().map(|_| roster.drives.controllers());
-        let ended = roster.end();
-        if let Some(keeping) = keeping {
+        let _open = persistence.as_ref().map(|_| registry.drives.controllers());
+        let ended = registry.end();
+        if let Some(persistence) = persistence {
             // Removes the remaining spare descriptors, those of leases to which no VMM has returned.
-            keeping.spares().forget_other_drives(&[]);
+            persistence.spares().forget_other_drives(&[]);
         }
         ended.map_err(|(socket, source)| ServeError::End { socket, source })
     }
@@ -824,7 +842,7 @@ impl ControlService for ServerControl {
 
     fn adopt_supervisor(&self, supervisor: &Path, max: u64) -> Result<(), String> {
         match &self.stats_source.persistence {
-            Some(keeping) => keeping.adopt_supervisor(supervisor.as_os_str(), max),
+            Some(persistence) => persistence.adopt_supervisor(supervisor.as_os_str(), max),
             None => Err(
                 "it was started without a supervisor, and has nothing to store in one".to_owned(),
             ),
@@ -878,19 +896,16 @@ mod tests {
 
     #[test]
     fn the_control_socket_waits_only_for_the_end_of_the_old_server() {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let mut command = Command::new("cat");
         let command = command.stdin(Stdio::piped()).stdout(Stdio::null());
         let mut before = command.spawn().unwrap();
         let process = pidfd_open(Pid::from_child(&before), PidfdFlags::empty()).unwrap();
-        let keeping = Arc::new(ServerPersistence::beside_predecessor(
-            folder.path(),
-            process,
-        ));
-        let control = folder.path().join("control.sock");
+        let persistence = Arc::new(ServerPersistence::beside_predecessor(dir.path(), process));
+        let control = dir.path().join("control.sock");
         let metrics = MetricsOptions::default();
         let late = SuccessorSockets::spawn(control.clone(), metrics).unwrap();
-        late.start_binding(keeping, true);
+        late.start_binding(persistence, true);
         UnixStream::connect(&control).unwrap_err();
         drop(before.stdin.take());
         before.wait().unwrap();

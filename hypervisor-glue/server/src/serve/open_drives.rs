@@ -98,13 +98,14 @@ impl OpenDrive {
     /// Returns the location of the first byte behind the path, which a separate thread looks up. If the thread of an earlier
     /// call is still blocked, waits for this thread instead of starting another one.
     fn look_up_path(&self, file: &Path, deadline: &Deadline) -> io::Result<String> {
-        let mut look = self
+        let mut lookup = self
             .pending_lookup
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        // A finished lookup is not used: its caller had timed out, so the result may be out of date.
-        let is_pending = |look: &PathLookup| matches!(look.try_recv(), Err(TryRecvError::Empty));
-        let pending = match look.take().filter(is_pending) {
+        // If the earlier caller had timed out, the result may be out of date.
+        let is_pending =
+            |lookup: &PathLookup| matches!(lookup.try_recv(), Err(TryRecvError::Empty));
+        let pending = match lookup.take().filter(is_pending) {
             Some(pending) => pending,
             None => {
                 let (sender, receiver) = sync_channel(1);
@@ -117,7 +118,7 @@ impl OpenDrive {
         match pending.recv_timeout(deadline.remaining()) {
             Ok(found) => found,
             Err(RecvTimeoutError::Timeout) => {
-                *look = Some(pending);
+                *lookup = Some(pending);
                 let text = "its file system does not answer";
                 Err(io::Error::new(io::ErrorKind::TimedOut, text))
             }
@@ -167,7 +168,7 @@ impl OpenDrives {
         &mut self,
         function: &FunctionOptions,
         sharing: impl Iterator<Item = &'a FunctionOptions> + Clone,
-        keeping: Option<&ServerPersistence>,
+        persistence: Option<&ServerPersistence>,
     ) -> Result<Arc<Drive>, FunctionDriveError> {
         let path = &function.path;
         let differ = |key| FunctionDriveError::Differ {
@@ -187,14 +188,16 @@ impl OpenDrives {
             None => {
                 let sharing = sharing.filter(|other| other.path == *path);
                 let shared = common_options(sharing).map_err(|DifferingOption(key)| differ(key))?;
-                let memory = match (path, keeping) {
-                    (DrivePath::Memory(bytes), Some(keeping)) if can_outlive_process(function) => {
-                        Some(keeping.memory_file(*bytes)?)
+                let memory = match (path, persistence) {
+                    (DrivePath::Memory(bytes), Some(persistence))
+                        if can_outlive_process(function) =>
+                    {
+                        Some(persistence.memory_file(*bytes)?)
                     }
                     _ => None,
                 };
-                let kept_faults = match (&shared.faults, keeping) {
-                    (Some(_), Some(keeping)) => Some(keeping.fault_file(path)?),
+                let kept_faults = match (&shared.faults, persistence) {
+                    (Some(_), Some(persistence)) => Some(persistence.fault_file(path)?),
                     _ => None,
                 };
                 let options = DriveOptions {
@@ -203,18 +206,18 @@ impl OpenDrives {
                     persisted_faults: kept_faults,
                     ..shared
                 };
-                let outliving = match (path, keeping) {
-                    (DrivePath::Pci(_), Some(keeping)) => {
-                        keeping.drive_descriptors(&path.to_string())?
+                let outliving = match (path, persistence) {
+                    (DrivePath::Pci(_), Some(persistence)) => {
+                        persistence.drive_descriptors(&path.to_string())?
                     }
                     _ => PersistedDriveDescriptors::default(),
                 };
                 let drive = drives::open_with_descriptors(path, options.clone(), outliving);
-                if let (DrivePath::Pci(_), Some(keeping)) = (path, keeping) {
+                if let (DrivePath::Pci(_), Some(persistence)) = (path, persistence) {
                     // The drive is open or has failed, so the descriptors that the predecessor left are not needed any more.
                     match &drive {
-                        Ok(_) => keeping.reclaim_drive(&path.to_string()),
-                        Err(_) => keeping.release_drive(&path.to_string()),
+                        Ok(_) => persistence.reclaim_drive(&path.to_string()),
+                        Err(_) => persistence.release_drive(&path.to_string()),
                     }
                 }
                 if drive.is_ok() && function.pins_memory() {
@@ -315,7 +318,7 @@ fn common_options<'a>(
     let faults = sharing.clone().filter_map(|other| other.faults.clone());
     let faults = common_value("faults", faults)?;
     let fixed = sharing.clone().map(|other| other.fixed.for_drive());
-    let learning = common_value(
+    let policies = common_value(
         "fixed",
         fixed.filter(|fixed| *fixed != AdaptivePolicies::default()),
     )?;
@@ -335,7 +338,7 @@ fn common_options<'a>(
         lba_size: lba.unwrap_or_default().bytes(),
         timeout,
         arbitration: arbitration.unwrap_or_default(),
-        adaptive: learning.unwrap_or_default(),
+        adaptive: policies.unwrap_or_default(),
         profile,
         faults,
         allocation: populate.unwrap_or_default(),
@@ -363,8 +366,8 @@ mod tests {
     use super::*;
 
     /// Creates a drive's file.
-    fn file(folder: &tempfile::TempDir, name: &str) -> PathBuf {
-        let path = folder.path().join(name);
+    fn file(dir: &tempfile::TempDir, name: &str) -> PathBuf {
+        let path = dir.path().join(name);
         File::create(&path).unwrap().set_len(1 << 20).unwrap();
         path
     }
@@ -379,15 +382,15 @@ mod tests {
 
     #[test]
     fn only_regular_files_are_opened_beside_another_server() {
-        let folder = tempfile::tempdir().unwrap();
-        let [held, plain, modelled] = ["held", "plain", "modelled"].map(|name| file(&folder, name));
+        let dir = tempfile::tempdir().unwrap();
+        let [held, plain, modelled] = ["held", "plain", "modelled"].map(|name| file(&dir, name));
         let held = [options(&held, "")];
         let functions = [
             options(&plain, ",range=0+4K"),
             options(&plain, ",range=4K+4K"),
             options(&modelled, ""),
             options(&modelled, ",profile=ssd"),
-            options(&folder.path().join("none"), ""),
+            options(&dir.path().join("none"), ""),
             "path=null:1M".parse().unwrap(),
             "path=memory:1M".parse().unwrap(),
         ];
@@ -405,8 +408,8 @@ mod tests {
 
     #[test]
     fn if_one_drive_fails_none_is_opened_beside_another_server() {
-        let folder = tempfile::tempdir().unwrap();
-        let [good, bad] = ["good", "bad"].map(|name| file(&folder, name));
+        let dir = tempfile::tempdir().unwrap();
+        let [good, bad] = ["good", "bad"].map(|name| file(&dir, name));
         let functions = [
             options(&good, ""),
             options(&bad, ",lba=512"),
@@ -416,8 +419,8 @@ mod tests {
     }
     #[test]
     fn an_unresponsive_path_is_queried_once_and_closes_no_drive() {
-        let folder = tempfile::tempdir().unwrap();
-        let image = file(&folder, "drive");
+        let dir = tempfile::tempdir().unwrap();
+        let image = file(&dir, "drive");
         let wanted = [options(&image, "")];
         let mut drives = OpenDrives::default();
         drop(drives.open(&wanted[0], wanted.iter(), None).unwrap());

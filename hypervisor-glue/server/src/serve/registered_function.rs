@@ -54,108 +54,116 @@ impl RegisteredFunction {
     /// Leases the function's part of the drive and serves it on its socket. If the predecessor had the function, restores
     /// the function and its connection to the VMM.
     pub(super) fn new(
-        declared: &FunctionDeclaration,
+        declaration: &FunctionDeclaration,
         drive: Arc<Drive>,
-        terms: &ServerContext,
+        context: &ServerContext,
     ) -> Result<Self, FunctionRegistrationError> {
         let ServerFunctionOptions {
             socket, function, ..
-        } = &declared.function;
+        } = &declaration.function;
         for caution in function.warnings() {
             log::warn!("The function on {}: {caution}", socket.display());
         }
-        let mut keeping = terms.persistence.as_ref();
-        if let Some(kept) = keeping.filter(|_| !can_outlive_process(function)) {
+        let mut persistence = context.persistence.as_ref();
+        if let Some(server_persistence) = persistence.filter(|_| !can_outlive_process(function)) {
             log::warn!(
                 "A VM on {} loses its drive when this server ends: zones, keys and values of memory: drives end with it",
                 socket.display()
             );
-            if let Some(before) = kept.take_function(socket) {
-                kept.end_predecessor();
-                before.discard();
+            if let Some(restorable) = server_persistence.take_function(socket) {
+                server_persistence.end_predecessor();
+                restorable.discard();
             }
-            keeping = None;
+            persistence = None;
         }
-        let Some(keeping) = keeping else {
-            let attachment =
-                attach_backend(declared, &drive, terms, SharedBackendPartsSource::Own)?;
-            let device = NvmeFunction::new(attachment.clone(), MsixMasking::Client);
+        let Some(persistence) = persistence else {
+            let local_backend =
+                attach_backend(declaration, &drive, context, SharedBackendPartsSource::Own)?;
+            let device = NvmeFunction::new(local_backend.clone(), MsixMasking::Client);
             let device = NvmeDevice::new(device).map_err(FunctionRegistrationError::Doorbells)?;
-            let server = VfioUserServer::bind_with(socket, declared_access(declared)?, device)?;
-            return Self::start(declared, drive, &attachment, server);
+            let server = VfioUserServer::bind_with(socket, declared_access(declaration)?, device)?;
+            return Self::start(declaration, drive, &local_backend, server);
         };
-        if let Some(before) = keeping.take_function(socket) {
-            let crashes = before.crash_record();
-            let go_on = || Self::restore(declared, &drive, terms, keeping, before);
-            if let Some(offer) = run_recorded(crashes.as_ref(), go_on)? {
-                return Ok(offer);
+        if let Some(restorable) = persistence.take_function(socket) {
+            let crashes = restorable.crash_record();
+            let go_on = || Self::restore(declaration, &drive, context, persistence, restorable);
+            if let Some(function) = run_recorded(crashes.as_ref(), go_on)? {
+                return Ok(function);
             }
         }
-        let attachment = attach_backend(
-            declared,
+        let local_backend = attach_backend(
+            declaration,
             &drive,
-            terms,
+            context,
             SharedBackendPartsSource::Continued(None),
         )?;
-        let server = serve_persisted(declared, keeping, attachment.clone())?;
-        Self::start(declared, drive, &attachment, server)
+        let server = serve_persisted(declaration, persistence, local_backend.clone())?;
+        Self::start(declaration, drive, &local_backend, server)
     }
 
     /// Restores or quarantines a function of the predecessor. Returns `None` if neither will ever be possible; the function
     /// is then removed from the supervisor.
     fn restore(
-        declared: &FunctionDeclaration,
+        declaration: &FunctionDeclaration,
         drive: &Arc<Drive>,
-        terms: &ServerContext,
-        keeping: &ServerPersistence,
-        before: RestorableFunction,
+        context: &ServerContext,
+        persistence: &ServerPersistence,
+        restorable: RestorableFunction,
     ) -> Result<Option<Self>, FunctionRegistrationError> {
-        let socket = &declared.function.socket;
-        let shelf = before.store_key();
-        let reason = before.quarantine_reason();
+        let socket = &declaration.function.socket;
+        let store_key = restorable.store_key();
+        let reason = restorable.quarantine_reason();
         let parts = match reason {
             // The function is quarantined. The predecessor's files stay unchanged, as the report about the crash needs them.
             Some(_) => SharedBackendPartsSource::Continued(None),
-            None => before.shared_parts(),
+            None => restorable.shared_parts(),
         };
-        let error = match attach_backend(declared, drive, terms, parts) {
-            Ok(attachment) => {
-                let goes_on = match reason {
-                    Some(reason) => {
-                        Self::quarantine(declared, drive, terms, &attachment, before, reason)
-                    }
-                    None => {
-                        resume_function(before, declared, attachment.clone(), keeping.pause_start())
-                            .map(|server| Self::start(declared, drive.clone(), &attachment, server))
-                    }
+        let error = match attach_backend(declaration, drive, context, parts) {
+            Ok(local_backend) => {
+                let continues = match reason {
+                    Some(reason) => Self::quarantine(
+                        declaration,
+                        drive,
+                        context,
+                        &local_backend,
+                        restorable,
+                        reason,
+                    ),
+                    None => resume_function(
+                        restorable,
+                        declaration,
+                        local_backend.clone(),
+                        persistence.pause_start(),
+                    )
+                    .map(|server| Self::start(declaration, drive.clone(), &local_backend, server)),
                 };
-                match goes_on {
-                    Ok(Ok(offer)) => {
+                match continues {
+                    Ok(Ok(function)) => {
                         return Ok(Some(Self {
                             is_restored: true,
-                            ..offer
+                            ..function
                         }));
                     }
                     // The thread for the function cannot be started now. A later attempt may succeed.
                     Ok(Err(error)) => {
-                        attachment.retain_spares();
-                        keeping.reread_function(&shelf);
+                        local_backend.retain_spares();
+                        persistence.reread_function(&store_key);
                         return Err(error);
                     }
                     Err(error) if error.is_transient() => {
-                        attachment.retain_spares();
-                        keeping.reread_function(&shelf);
+                        local_backend.retain_spares();
+                        persistence.reread_function(&store_key);
                         return Err(FunctionRegistrationError::Resume(Box::new(error)));
                     }
                     Err(error) => report::chain(&error),
                 }
             }
             Err(error) if error.is_persisted_files_mismatch() => {
-                drop(before);
+                drop(restorable);
                 report::chain(&error)
             }
             Err(error) => {
-                keeping.return_function(before);
+                persistence.return_function(restorable);
                 return Err(error);
             }
         };
@@ -165,23 +173,23 @@ impl RegisteredFunction {
         );
         // When the supervisor has closed the function's descriptors, no process holds its socket any more. A new function
         // can then use the path.
-        keeping.end_predecessor();
-        shelf.forget_and_wait();
+        persistence.end_predecessor();
+        store_key.forget_and_wait();
         Ok(None)
     }
 
     /// Quarantines a function: its guest sees a fatal controller status (`CSTS.CFS`), and its VMM stays connected.
     fn quarantine(
-        declared: &FunctionDeclaration,
+        declaration: &FunctionDeclaration,
         drive: &Arc<Drive>,
-        terms: &ServerContext,
-        attachment: &Arc<LocalBackend>,
-        before: RestorableFunction,
+        context: &ServerContext,
+        local_backend: &Arc<LocalBackend>,
+        restorable: RestorableFunction,
         reason: QuarantineReason,
     ) -> Result<Result<Self, FunctionRegistrationError>, FunctionResumeError> {
-        let id = attachment.lease().id();
-        let stored = match before.write_report(&terms.state_dir, id) {
-            Ok(folder) => format!("its state is in {}", folder.display()),
+        let id = local_backend.lease().id();
+        let stored = match restorable.write_report(&context.state_dir, id) {
+            Ok(dir) => format!("its state is in {}", dir.display()),
             Err(error) => format!("its state is not stored: {}", report::chain(&error)),
         };
         let reason = format!(
@@ -191,25 +199,25 @@ impl RegisteredFunction {
         log::error!(
             function = id;
             "Function {id} on {} fails: {reason}",
-            declared.function.socket.display()
+            declaration.function.socket.display()
         );
         let QuarantinedFunction {
             function_state,
             listener,
             stream,
-            request_log: journal,
-            store_key: shelf,
+            request_log,
+            store_key,
             crash_record: crashes,
-        } = before.into_quarantined()?;
-        let mut function = NvmeFunction::new(attachment.clone(), MsixMasking::Client);
+        } = restorable.into_quarantined()?;
+        let mut function = NvmeFunction::new(local_backend.clone(), MsixMasking::Client);
         function.quarantine(&function_state)?;
-        let device = QuarantinedDevice::new(NvmeDevice::new(function)?, shelf, crashes);
-        let listener = SocketListener::from_predecessor(&declared.function.socket, listener)?;
-        let server = VfioUserServer::resume(listener, journal, stream, device)?;
-        let offer = Self::start(declared, drive.clone(), attachment, server);
-        Ok(offer.map(|mut offer| {
-            offer.entry.state = FunctionStatus::Failed { reason };
-            offer
+        let device = QuarantinedDevice::new(NvmeDevice::new(function)?, store_key, crashes);
+        let listener = SocketListener::from_predecessor(&declaration.function.socket, listener)?;
+        let server = VfioUserServer::resume(listener, request_log, stream, device)?;
+        let registered_function = Self::start(declaration, drive.clone(), local_backend, server);
+        Ok(registered_function.map(|mut registered_function| {
+            registered_function.entry.state = FunctionStatus::Failed { reason };
+            registered_function
         }))
     }
 
@@ -228,16 +236,16 @@ impl RegisteredFunction {
 
     /// Starts the thread that serves a function.
     fn start<D: ControlledDevice + Send + 'static>(
-        declared: &FunctionDeclaration,
+        declaration: &FunctionDeclaration,
         drive: Arc<Drive>,
-        attachment: &Arc<LocalBackend>,
+        local_backend: &Arc<LocalBackend>,
         server: VfioUserServer<D>,
     ) -> Result<Self, FunctionRegistrationError> {
         let ServerFunctionOptions {
             socket, function, ..
-        } = &declared.function;
-        let id = attachment.lease().id().to_owned();
-        let extents = attachment.lease().extents();
+        } = &declaration.function;
+        let id = local_backend.lease().id().to_owned();
+        let extents = local_backend.lease().extents();
         let thread = FunctionThread::start(&id, server)?;
         // The next server must lease this range, even if the drive has grown since.
         let whole = extents.single();
@@ -249,7 +257,7 @@ impl RegisteredFunction {
         Ok(Self {
             declaration: FunctionDeclaration {
                 lease,
-                ..declared.clone()
+                ..declaration.clone()
             },
             entry: FunctionEntry {
                 pending: None,
@@ -258,14 +266,14 @@ impl RegisteredFunction {
                 drive: function.path.to_string(),
                 range: extents.single(),
                 extents: Some(extents),
-                origin: declared.origin,
+                origin: declaration.source,
                 limits: function.rates.to_string(),
                 state: FunctionStatus::Waiting,
-                summary: summary(function, &drive, attachment),
+                summary: summary(function, &drive, local_backend),
             },
-            queues: attachment.max_queue_pairs(),
+            queues: local_backend.max_queue_pairs(),
             drive,
-            local_backend: Arc::downgrade(attachment),
+            local_backend: Arc::downgrade(local_backend),
             is_restored: false,
             thread,
         })
@@ -286,14 +294,14 @@ impl RegisteredFunction {
     /// whether they end within `time`.
     pub(super) fn can_quiesce(&self, time: Duration) -> bool {
         // Without a back end, the thread has ended and the function has no commands in flight.
-        let attachment = self.local_backend.upgrade();
-        attachment.is_none_or(|attachment| attachment.quiesce_once(time).is_ok())
+        let local_backend = self.local_backend.upgrade();
+        local_backend.is_none_or(|local_backend| local_backend.quiesce_once(time).is_ok())
     }
 
     /// Releases the locks on the lease for the next server. The function must be paused, and this process must exit soon.
     pub(super) fn release_lease(&self) {
-        if let Some(attachment) = self.local_backend.upgrade() {
-            attachment.release_locks();
+        if let Some(local_backend) = self.local_backend.upgrade() {
+            local_backend.release_locks();
         }
     }
 
@@ -301,24 +309,24 @@ impl RegisteredFunction {
     /// larger than `size`.
     pub(super) fn needs_growth(&self, size: ByteSize) -> bool {
         // Without a back end, the thread has ended and the function has no lease.
-        self.local_backend.upgrade().is_some_and(|attachment| {
-            let leased = attachment.lease().extents().length();
-            attachment.stats().capacity_bytes < size.0 && leased <= size.0
+        self.local_backend.upgrade().is_some_and(|local_backend| {
+            let leased = local_backend.lease().extents().length();
+            local_backend.stats().capacity_bytes < size.0 && leased <= size.0
         })
     }
 
     /// Grows the lease while the guest runs.
     pub(super) fn grow(&mut self, size: ByteSize, stop: &AtomicBool) -> Result<(), GrowError> {
         // Without a back end, the thread has ended and the function has no lease.
-        if let Some(attachment) = self.local_backend.upgrade() {
-            let grown = attachment.grow(size.0, stop);
+        if let Some(local_backend) = self.local_backend.upgrade() {
+            let grown = local_backend.grow(size.0, stop);
             let summary = summary(
                 &self.declaration.function.function,
                 &self.drive,
-                &attachment,
+                &local_backend,
             );
             self.entry
-                .set_extents(attachment.lease().extents(), summary);
+                .set_extents(local_backend.lease().extents(), summary);
             grown?;
         }
         self.declaration.set_size(size);
@@ -330,27 +338,27 @@ impl RegisteredFunction {
         self.declaration.function.function.rates = rates;
         self.entry.limits = rates.to_string();
         // Without a back end, the thread has ended and the function has no queues.
-        if let Some(attachment) = self.local_backend.upgrade() {
-            attachment.set_rates(rates);
+        if let Some(local_backend) = self.local_backend.upgrade() {
+            local_backend.set_rates(rates);
         }
     }
 }
 
 fn declared_access(
-    declared: &FunctionDeclaration,
+    declaration: &FunctionDeclaration,
 ) -> Result<SocketAccess, FunctionRegistrationError> {
-    let ServerFunctionOptions { mode, owner, .. } = &declared.function;
+    let ServerFunctionOptions { mode, owner, .. } = &declaration.function;
     Ok(socket_access(*mode, owner.as_ref())?)
 }
 
 /// Leases the function's part of the drive, and creates its back end.
 fn attach_backend(
-    declared: &FunctionDeclaration,
+    declaration: &FunctionDeclaration,
     drive: &Arc<Drive>,
-    terms: &ServerContext,
+    context: &ServerContext,
     parts: SharedBackendPartsSource,
 ) -> Result<Arc<LocalBackend>, FunctionRegistrationError> {
-    let claim = declared_access(declared)?
+    let claim = declared_access(declaration)?
         .user
         .map_or(LeaseClaim::Operator, LeaseClaim::ForUser);
     let ServerContext {
@@ -358,91 +366,91 @@ fn attach_backend(
         pollers,
         stop,
         ..
-    } = terms;
-    let function = declared.options_with_lease();
+    } = context;
+    let function = declaration.options_with_lease();
     let ledgers = ledgers.with_claim(claim);
-    let attachment = open::attach_with(&function, drive, &ledgers, pollers, parts, stop)?;
-    Ok(Arc::new(attachment))
+    let local_backend = open::attach_with(&function, drive, &ledgers, pollers, parts, stop)?;
+    Ok(Arc::new(local_backend))
 }
 
 /// Restores a function of the predecessor, with its VMM's connection.
 fn resume_function(
-    before: RestorableFunction,
-    declared: &FunctionDeclaration,
-    attachment: Arc<LocalBackend>,
-    stall: GuestPauseStart,
+    restorable: RestorableFunction,
+    declaration: &FunctionDeclaration,
+    local_backend: Arc<LocalBackend>,
+    pause: GuestPauseStart,
 ) -> Result<VfioUserServer<NvmeDevice>, FunctionResumeError> {
     let RestoredFunction {
         function_state,
         listener,
         stream,
         client,
-        request_log: journal,
-        persisted: kept,
-    } = before.into_restored()?;
-    let function = NvmeFunction::new(attachment, MsixMasking::Client);
+        request_log,
+        persisted,
+    } = restorable.into_restored()?;
+    let function = NvmeFunction::new(local_backend, MsixMasking::Client);
     let ServerFunctionOptions {
         socket,
         function: options,
         ..
-    } = &declared.function;
+    } = &declaration.function;
     // The device stores its state from now on. Restoring the client already changes the state.
-    let mut device = NvmeDevice::new(function)?.with_persistence(kept, options.memory);
+    let mut device = NvmeDevice::new(function)?.with_persistence(persisted, options.memory);
     device.restore(client, &function_state)?;
-    let stall = stream
+    let pause = stream
         .is_some()
-        .then(|| stall.pause_until(system::host_time()));
-    if let Some(stall) = stall {
-        device.set_guest_pause(stall);
+        .then(|| pause.pause_until(system::host_time()));
+    if let Some(pause) = pause {
+        device.set_guest_pause(pause);
     }
     let listener = SocketListener::from_predecessor(socket, listener)?;
-    let server = VfioUserServer::resume(listener, journal, stream, device)?;
-    if let Some(stall) = stall {
+    let server = VfioUserServer::resume(listener, request_log, stream, device)?;
+    if let Some(pause) = pause {
         let socket = socket.display();
-        log::info!("The client of {socket} continues: it had no server for {stall}");
+        log::info!("The client of {socket} continues: it had no server for {pause}");
     }
     Ok(server)
 }
 
 /// Serves a new function and stores its state with the supervisor.
 fn serve_persisted(
-    declared: &FunctionDeclaration,
-    keeping: &ServerPersistence,
-    attachment: Arc<LocalBackend>,
+    declaration: &FunctionDeclaration,
+    persistence: &ServerPersistence,
+    local_backend: Arc<LocalBackend>,
 ) -> Result<VfioUserServer<NvmeDevice>, FunctionRegistrationError> {
-    let socket = &declared.function.socket;
-    let shared = attachment.shared_parts();
-    let function = NvmeFunction::new(attachment, MsixMasking::Client);
+    let socket = &declaration.function.socket;
+    let shared = local_backend.shared_parts();
+    let function = NvmeFunction::new(local_backend, MsixMasking::Client);
     let device = NvmeDevice::new(function).map_err(FunctionRegistrationError::Doorbells)?;
-    let journal = RequestLog::new().map_err(Error::from)?;
-    let kept = Arc::new(PersistedFunction::new(
-        keeping.allocate_store_key(),
+    let request_log = RequestLog::new().map_err(Error::from)?;
+    let persisted = Arc::new(PersistedFunction::new(
+        persistence.allocate_store_key(),
         socket,
-        &journal,
+        &request_log,
         &shared,
     )?);
-    let memory = declared.function.function.memory;
-    let device = device.with_persistence(kept.clone(), memory);
+    let memory = declaration.function.function.memory;
+    let device = device.with_persistence(persisted.clone(), memory);
     let server =
-        VfioUserServer::bind_with_log(socket, declared_access(declared)?, device, journal)?;
-    if let Some(journal) = server.request_log() {
-        kept.persist(server.listener().as_fd(), journal.as_fd())?;
+        VfioUserServer::bind_with_log(socket, declared_access(declaration)?, device, request_log)?;
+    if let Some(request_log) = server.request_log() {
+        persisted.persist(server.listener().as_fd(), request_log.as_fd())?;
     }
     Ok(server)
 }
 
 /// Returns a function's one-line description.
-fn summary(options: &FunctionOptions, drive: &Drive, attachment: &LocalBackend) -> String {
-    let namespace = attachment.namespace();
+fn summary(options: &FunctionOptions, drive: &Drive, local_backend: &LocalBackend) -> String {
+    let namespace = local_backend.namespace();
     let contents = match &namespace.command_sets.native().contents {
         NamespaceContents::Other(name) => name.clone(),
         NamespaceContents::Blocks { .. } => format!(
             "{} blocks of {} bytes",
-            attachment.stats().capacity_bytes >> namespace.lba_shift,
+            local_backend.stats().capacity_bytes >> namespace.lba_shift,
             1_u64 << namespace.lba_shift
         ),
     };
-    let queue_pairs = match attachment.max_queue_pairs() {
+    let queue_pairs = match local_backend.max_queue_pairs() {
         pairs if pairs == options.queues => format!("{pairs} queue pairs"),
         pairs => format!("{pairs} of {} queue pairs", options.queues),
     };
@@ -452,7 +460,7 @@ fn summary(options: &FunctionOptions, drive: &Drive, attachment: &LocalBackend) 
     };
     format!(
         "{drive}, range {} ({contents}); serial {}; doorbells {}, poll {}, {queue_pairs}",
-        attachment.lease().extents(),
+        local_backend.lease().extents(),
         namespace.serial,
         options.doorbells,
         options.poll,

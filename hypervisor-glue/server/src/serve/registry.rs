@@ -75,21 +75,21 @@ enum FailedDeclaration {
 }
 
 impl FailedDeclaration {
-    fn from_declared(declared: &FunctionDeclaration) -> Self {
-        Self::Declared(Box::new(declared.clone()))
+    fn from_declared(declaration: &FunctionDeclaration) -> Self {
+        Self::Declared(Box::new(declaration.clone()))
     }
 
     fn text(&self) -> &OptionText {
         match self {
-            Self::Declared(declared) => &declared.text,
+            Self::Declared(declaration) => &declaration.text,
             Self::Unreadable(other) => &other.text,
         }
     }
 
-    fn origin(&self) -> DeclarationSource {
+    fn source(&self) -> DeclarationSource {
         match self {
-            Self::Declared(declared) => declared.origin,
-            Self::Unreadable(other) => other.origin,
+            Self::Declared(declaration) => declaration.source,
+            Self::Unreadable(other) => other.source,
         }
     }
 
@@ -97,9 +97,9 @@ impl FailedDeclaration {
         let text = self.text();
         let mut socket: PathBuf = text.get("socket").unwrap_or_default().into();
         let mut drive = text.get("path").unwrap_or_default().to_owned();
-        if let Self::Declared(declared) = self {
-            socket.clone_from(&declared.function.socket);
-            drive = declared.function.function.path.to_string();
+        if let Self::Declared(declaration) = self {
+            socket.clone_from(&declaration.function.socket);
+            drive = declaration.function.function.path.to_string();
         }
         let id = text.get("id").map(str::to_owned);
         FunctionEntry {
@@ -108,7 +108,7 @@ impl FailedDeclaration {
             drive,
             range: None,
             extents: None,
-            origin: self.origin(),
+            origin: self.source(),
             limits: String::new(),
             summary: format!("not offered: {reason}"),
             pending: None,
@@ -138,9 +138,9 @@ pub(super) struct FunctionRegistry {
 }
 
 impl FunctionRegistry {
-    pub(super) fn new(terms: ServerContext) -> Self {
+    pub(super) fn new(context: ServerContext) -> Self {
         Self {
-            context: terms,
+            context,
             functions: Vec::new(),
             failed: Vec::new(),
             held_drives: Vec::new(),
@@ -157,7 +157,7 @@ impl FunctionRegistry {
     /// A function of the command line or of the file cannot be served. A function that was added in an earlier run is
     /// listed as failed instead. If this server restores another server's functions, each function that cannot be served is
     /// listed as failed.
-    pub(super) fn start(&mut self, declared: StartConfiguration) -> Result<(), ChangeError> {
+    pub(super) fn start(&mut self, configuration: StartConfiguration) -> Result<(), ChangeError> {
         let StartConfiguration {
             functions,
             drives,
@@ -165,10 +165,12 @@ impl FunctionRegistry {
             unreadable,
             rules: _,
             is_restored: was_served,
-        } = declared;
-        let keeping = self.context.persistence.as_ref();
-        let goes_on = was_served || keeping.is_some_and(|kept| kept.has_restorable_functions());
-        if goes_on {
+        } = configuration;
+        let persistence = self.context.persistence.as_ref();
+        let continues = was_served
+            || persistence
+                .is_some_and(|server_persistence| server_persistence.has_restorable_functions());
+        if continues {
             // VMs wait for these functions. So a function or drive that fails is only logged and listed, and the start
             // continues.
             for drive in drives {
@@ -180,7 +182,7 @@ impl FunctionRegistry {
             let mut functions = functions;
             for text in earlier {
                 match FunctionDeclaration::parse(DeclarationSource::Added, text.clone()) {
-                    Ok(declared) => functions.push(declared),
+                    Ok(declaration) => functions.push(declaration),
                     Err(error) => {
                         self.record_unreadable(UnreadableDeclaration::from_added(text, error))
                     }
@@ -198,13 +200,13 @@ impl FunctionRegistry {
             }
             self.close_unused();
         }
-        if let Some(keeping) = &self.context.persistence {
-            if goes_on {
+        if let Some(persistence) = &self.context.persistence {
+            if continues {
                 // Guests have had no completions since the predecessor paused, so this waits for the pollers before anything
                 // else.
                 self.context.pollers.await_passes(FIRST_PASS_TIMEOUT);
             }
-            keeping.dismiss_predecessor();
+            persistence.dismiss_predecessor();
         }
         self.forget_unlisted();
         let controllers = self.drives.controllers();
@@ -213,11 +215,11 @@ impl FunctionRegistry {
                 .controller()
                 .expire_predecessor_mappings(RECONNECT_TIME);
         }
-        if let Some(keeping) = &self.context.persistence {
-            keeping.forget_other_drives(&controllers);
+        if let Some(persistence) = &self.context.persistence {
+            persistence.forget_other_drives(&controllers);
             // Spare descriptors of a drive that cannot be opened now stay, since VMs may wait for leases on the drive.
             if !self.has_waiting_vms() && self.missing_drives.is_empty() {
-                keeping.spares().forget_other_drives(&controllers);
+                persistence.spares().forget_other_drives(&controllers);
             }
         }
         self.publish();
@@ -243,15 +245,15 @@ impl FunctionRegistry {
                 .map(|path| option_file_rule(path))
                 .collect()
         };
-        let declared = FunctionDeclaration::parse(DeclarationSource::Added, text);
+        let declaration = FunctionDeclaration::parse(DeclarationSource::Added, text);
         let explained = |error| match self.context.confinement.explain(error, described) {
             Ok(error) => ChangeError::from(error),
             Err(refusal) => refusal.into(),
         };
-        let declared = declared.map_err(explained)?;
-        declared.function.function.check_rates()?;
+        let declaration = declaration.map_err(explained)?;
+        declaration.function.function.check_rates()?;
         let place = self.functions.len();
-        if let Err(error) = self.serve_all(vec![declared]) {
+        if let Err(error) = self.serve_all(vec![declaration]) {
             self.close_unused();
             return Err(error);
         }
@@ -294,17 +296,15 @@ impl FunctionRegistry {
         }
         let place = self.find_function(id)?;
         let RegisteredFunction {
-            declaration: declared,
-            entry,
-            ..
+            declaration, entry, ..
         } = &self.functions[place];
-        if let (DeclarationSource::File, Some(file)) = (declared.origin, &self.context.file) {
+        if let (DeclarationSource::File, Some(file)) = (declaration.source, &self.context.file) {
             return Err(ChangeError::Declared {
                 id: entry.id.clone(),
                 file: file.clone(),
             });
         }
-        let is_added = declared.origin == DeclarationSource::Added;
+        let is_added = declaration.source == DeclarationSource::Added;
         if !force {
             self.check_unused(&[place])?;
         }
@@ -320,12 +320,12 @@ impl FunctionRegistry {
             }
             return Err(error);
         }
-        let offer = self.functions.remove(place);
+        let function = self.functions.remove(place);
         self.store_configuration();
-        let trouble = offer.end();
+        let failure = function.end();
         self.close_unused();
         self.publish();
-        Ok((entry, trouble))
+        Ok((entry, failure))
     }
 
     /// Reserves a lease for a user's VMMs.
@@ -354,10 +354,10 @@ impl FunctionRegistry {
         limits: Option<&OptionText>,
     ) -> Result<ReservedLease, FunctionRegistrationError> {
         let owner = resolve_user(owner)?;
-        let keeping = self.context.persistence.as_deref();
+        let persistence = self.context.persistence.as_deref();
         let drive = self
             .drives
-            .open(function, std::iter::once(function), keeping)?;
+            .open(function, std::iter::once(function), persistence)?;
         let ServerContext { ledgers, stop, .. } = &self.context;
         let ledgers = ledgers.with_claim(LeaseClaim::ForUser(owner));
         let limits = limits.map(ToString::to_string);
@@ -389,15 +389,15 @@ impl FunctionRegistry {
         let place = self.find_function(id)?;
         let before = self.functions[place].declaration.clone();
         change.check(&before.function.function.path)?;
-        let declared = &mut self.functions[place].declaration;
-        let rates = change.apply_to(declared.function.function.rates);
-        declared.function.function.rates = rates;
-        declared.text = given
+        let declaration = &mut self.functions[place].declaration;
+        let rates = change.apply_to(declaration.function.function.rates);
+        declaration.function.function.rates = rates;
+        declaration.text = given
             .pairs()
-            .fold(declared.text.clone(), |text, (key, value)| {
+            .fold(declaration.text.clone(), |text, (key, value)| {
                 text.with_value(key, (value != RateChange::NONE).then_some(value))
             });
-        if before.origin == DeclarationSource::Added
+        if before.source == DeclarationSource::Added
             && let Err(error) = self.store_added()
         {
             self.functions[place].declaration = before;
@@ -433,13 +433,11 @@ impl FunctionRegistry {
         }
         let place = self.find_function(id)?;
         let RegisteredFunction {
-            declaration: declared,
-            entry,
-            ..
+            declaration, entry, ..
         } = &self.functions[place];
         let present = entry.extents.as_ref().map_or(0, LeaseExtents::length);
-        let origin = declared.origin;
-        match (origin, &self.context.file) {
+        let declaration_source = declaration.source;
+        match (declaration_source, &self.context.file) {
             _ if truncate && size.0 < present => self.truncate(place, size)?,
             (DeclarationSource::File, Some(file)) => {
                 return Err(ChangeError::SizeInFile {
@@ -449,7 +447,7 @@ impl FunctionRegistry {
             }
             _ => {
                 self.grow(place, size)?;
-                if origin == DeclarationSource::Added {
+                if declaration_source == DeclarationSource::Added {
                     // If storing fails, the ledger has the new size nevertheless.
                     self.store_added()?;
                 }
@@ -475,16 +473,14 @@ impl FunctionRegistry {
     /// the lease has. The next process would then need free space, which another lease may have taken.
     fn truncate(&mut self, place: usize, size: ByteSize) -> Result<(), ChangeError> {
         let RegisteredFunction {
-            declaration: declared,
-            entry,
-            ..
+            declaration, entry, ..
         } = &self.functions[place];
         let id = entry.id.clone();
         let failed = |source: OpenError| ChangeError::Truncate {
             id: id.clone(),
             source: Box::new(source),
         };
-        if declared.function.function.size.is_none() {
+        if declaration.function.function.size.is_none() {
             return Err(failed(OpenError::NoSize));
         }
         self.request_shutdown(place, false)
@@ -492,15 +488,15 @@ impl FunctionRegistry {
                 ChangeError::Connected(id) => ChangeError::Shrinks(id),
                 other => other,
             })?;
-        let offer = self.functions.remove(place);
-        let (mut declared, drive) = (offer.declaration.clone(), offer.drive.clone());
-        if let Some(trouble) = offer.end() {
-            log::error!("{trouble}");
+        let function = self.functions.remove(place);
+        let (mut declaration, drive) = (function.declaration.clone(), function.drive.clone());
+        if let Some(failure) = function.end() {
+            log::error!("{failure}");
         }
-        let added = declared.origin == DeclarationSource::Added;
-        let mut smaller = declared.clone();
+        let added = declaration.source == DeclarationSource::Added;
+        let mut smaller = declaration.clone();
         smaller.set_size(size);
-        let options = &declared.function.function;
+        let options = &declaration.function.function;
         let lease = open::lease_to_truncate(options, &drive, &self.context.ledgers, size);
         let truncated = lease.map_err(&failed).and_then(|lease| {
             if added {
@@ -510,10 +506,10 @@ impl FunctionRegistry {
             truncated.map_err(|source| failed(source.into()))
         });
         if truncated.is_ok() {
-            declared = smaller;
+            declaration = smaller;
         }
-        let text = declared.text.clone();
-        let again = self.serve_all(vec![declared]);
+        let text = declaration.text.clone();
+        let again = self.serve_all(vec![declaration]);
         match (&again, text) {
             (Ok(()), _) => self.functions[place..].rotate_right(1),
             // A function that `nvme-mpt add` added is listed as failed. It is served again after a restart.
@@ -535,8 +531,8 @@ impl FunctionRegistry {
 
     /// Asks all functions to end. [`Self::end`] waits for them.
     pub(super) fn stop_functions(&self) {
-        for offer in &self.functions {
-            offer.thread.stop();
+        for function in &self.functions {
+            function.thread.stop();
         }
     }
 
@@ -544,16 +540,16 @@ impl FunctionRegistry {
     pub(super) fn end(self) -> Result<(), (PathBuf, FunctionThreadError)> {
         self.stop_functions();
         let Self {
-            functions: offers,
+            functions,
             held_drives: held,
             drives,
-            snapshot: view,
+            snapshot,
             ..
         } = self;
         // Drops the registry's references to the drives, so that each drive closes with its last function.
-        drop((held, drives, view));
+        drop((held, drives, snapshot));
         let mut result = Ok(());
-        for RegisteredFunction { entry, thread, .. } in offers {
+        for RegisteredFunction { entry, thread, .. } in functions {
             let ended = thread.end().map_err(|error| (entry.socket, error));
             result = result.and(ended);
         }
@@ -575,7 +571,7 @@ impl FunctionRegistry {
 
     /// Returns the served functions.
     pub(super) fn entries(&self) -> impl Iterator<Item = &FunctionEntry> {
-        self.functions.iter().map(|offer| &offer.entry)
+        self.functions.iter().map(|function| &function.entry)
     }
 
     /// Returns a one-line description of each drive with a fixed number of queue pairs.
@@ -588,8 +584,8 @@ impl FunctionRegistry {
     fn summary_of(&self, drive: &Drive) -> Option<String> {
         let pairs = drive.controller().queue_pairs()?;
         let users = self.functions.iter();
-        let users = users.filter(|offer| offer.drive.path() == drive.path());
-        let wanted: u32 = users.map(|offer| u32::from(offer.queues)).sum();
+        let users = users.filter(|function| function.drive.path() == drive.path());
+        let wanted: u32 = users.map(|function| u32::from(function.queues)).sum();
         let mut summary = format!(
             "{}: {}, {} I/O queue pair{}",
             drive.path(),
@@ -606,8 +602,11 @@ impl FunctionRegistry {
     }
 
     /// Returns a function with resolved paths and the server's defaults.
-    pub(super) fn resolve_declaration(&self, declared: FunctionDeclaration) -> FunctionDeclaration {
-        resolve_function(declared, self.context.data)
+    pub(super) fn resolve_declaration(
+        &self,
+        declaration: FunctionDeclaration,
+    ) -> FunctionDeclaration {
+        resolve_function(declaration, self.context.data)
     }
 
     /// Serves all functions. If one of them fails, ends the others again. Functions that were restored from the predecessor
@@ -621,19 +620,19 @@ impl FunctionRegistry {
     ) -> Result<(), ChangeError> {
         let functions: Vec<FunctionDeclaration> = functions
             .into_iter()
-            .map(|declared| self.resolve_declaration(declared))
+            .map(|declaration| self.resolve_declaration(declaration))
             .collect();
         let before = self.functions.len();
-        for declared in &functions {
-            if let Err(source) = self.serve(declared, &functions) {
-                for offer in self.functions.split_off(before) {
-                    if offer.is_restored {
-                        self.functions.push(offer);
+        for declaration in &functions {
+            if let Err(source) = self.serve(declaration, &functions) {
+                for function in self.functions.split_off(before) {
+                    if function.is_restored {
+                        self.functions.push(function);
                     } else {
-                        offer.end();
+                        function.end();
                     }
                 }
-                return Err(function_error(declared, source));
+                return Err(function_error(declaration, source));
             }
         }
         Ok(())
@@ -648,11 +647,12 @@ impl FunctionRegistry {
             let Err(error) = self.serve_all(functions.to_vec()) else {
                 return Ok(());
             };
-            let keeping = self.context.persistence.as_ref();
-            let (Some(keeping), ChangeError::Function { source, .. }) = (keeping, &error) else {
+            let persistence = self.context.persistence.as_ref();
+            let (Some(persistence), ChangeError::Function { source, .. }) = (persistence, &error)
+            else {
                 return Err(error);
             };
-            let is_before = |number| keeping.is_predecessor(number);
+            let is_before = |number| persistence.is_predecessor(number);
             outlasts |= source.lease_holder().is_some_and(is_before);
             let is_late = clock::monotonic() > deadline || self.check_running().is_err();
             // The kernel closes an io_uring of the predecessor a moment after the process has ended. Until then, the file
@@ -660,7 +660,7 @@ impl FunctionRegistry {
             if is_late || !outlasts || !source.is_in_use() {
                 return Err(error);
             }
-            keeping.dismiss_predecessor();
+            persistence.dismiss_predecessor();
             clock::sleep(RELEASE_POLL_INTERVAL);
         }
     }
@@ -668,11 +668,11 @@ impl FunctionRegistry {
     /// Serves a function. `batch` are the functions served together with it, whose options for a shared drive must agree.
     fn serve(
         &mut self,
-        declared: &FunctionDeclaration,
+        declaration: &FunctionDeclaration,
         batch: &[FunctionDeclaration],
     ) -> Result<(), FunctionRegistrationError> {
-        let offered = self.try_serve(declared, batch);
-        offered.map_err(|error| self.explain_error(error, || function_rules(&declared.function)))
+        let offered = self.try_serve(declaration, batch);
+        offered.map_err(|error| self.explain_error(error, || function_rules(&declaration.function)))
     }
 
     /// If Landlock denied the function a file, names the rule that would allow it in the error.
@@ -687,15 +687,15 @@ impl FunctionRegistry {
 
     fn try_serve(
         &mut self,
-        declared: &FunctionDeclaration,
+        declaration: &FunctionDeclaration,
         batch: &[FunctionDeclaration],
     ) -> Result<(), FunctionRegistrationError> {
-        let socket = &declared.function.socket;
+        let socket = &declaration.function.socket;
         let mut others = self
             .functions
             .iter()
-            .map(|offer| &offer.declaration.function);
-        if let Some(error) = others.find_map(|other| find_conflict(&declared.function, other)) {
+            .map(|function| &function.declaration.function);
+        if let Some(error) = others.find_map(|other| find_conflict(&declaration.function, other)) {
             return Err(error);
         }
         if self
@@ -706,19 +706,19 @@ impl FunctionRegistry {
             return Err(FunctionRegistrationError::SocketTaken(socket.clone()));
         }
         let sharing = batch.iter().map(|other| &other.function.function);
-        let keeping = self.context.persistence.as_deref();
+        let persistence = self.context.persistence.as_deref();
         let drive = self
             .drives
-            .open(&declared.function.function, sharing, keeping)?;
-        let offer = RegisteredFunction::new(declared, drive, &self.context)?;
+            .open(&declaration.function.function, sharing, persistence)?;
+        let function = RegisteredFunction::new(declaration, drive, &self.context)?;
         if self
             .functions
             .iter()
-            .any(|other| other.entry.id == offer.entry.id)
+            .any(|other| other.entry.id == function.entry.id)
         {
-            return Err(FunctionRegistrationError::IdTaken(offer.entry.id));
+            return Err(FunctionRegistrationError::IdTaken(function.entry.id));
         }
-        self.functions.push(offer);
+        self.functions.push(function);
         Ok(())
     }
 
@@ -730,26 +730,27 @@ impl FunctionRegistry {
     fn serve_each(&mut self, functions: Vec<FunctionDeclaration>) {
         let functions: Vec<FunctionDeclaration> = functions
             .into_iter()
-            .map(|declared| self.resolve_declaration(declared))
+            .map(|declaration| self.resolve_declaration(declaration))
             .collect();
         let deadline = clock::monotonic() + RELEASE_TIMEOUT;
         let mut waiting: Vec<&FunctionDeclaration> = functions.iter().collect();
-        waiting.sort_by_key(|declared| {
-            restore_sort_key(self.restore_order(&declared.function.socket))
+        waiting.sort_by_key(|declaration| {
+            restore_sort_key(self.restore_order(&declaration.function.socket))
         });
-        waiting.retain(|declared| !self.postpone(declared, &functions));
+        waiting.retain(|declaration| !self.postpone(declaration, &functions));
         // Sockets of functions that could not be served yet, because the predecessor still has their leases.
         let mut outlasting: BTreeSet<PathBuf> = BTreeSet::new();
         while !waiting.is_empty() {
             let is_late = clock::monotonic() > deadline || self.check_running().is_err();
-            waiting.retain(|declared| {
-                let Err(error) = self.serve(declared, &functions) else {
+            waiting.retain(|declaration| {
+                let Err(error) = self.serve(declaration, &functions) else {
                     return false;
                 };
-                let keeping = self.context.persistence.as_ref();
-                let socket = &declared.function.socket;
-                let is_before =
-                    |number| keeping.is_some_and(|keeping| keeping.is_predecessor(number));
+                let persistence = self.context.persistence.as_ref();
+                let socket = &declaration.function.socket;
+                let is_before = |number| {
+                    persistence.is_some_and(|persistence| persistence.is_predecessor(number))
+                };
                 if error.lease_holder().is_some_and(is_before) {
                     outlasting.insert(socket.clone());
                 }
@@ -758,24 +759,26 @@ impl FunctionRegistry {
                 let waits = !is_late
                     && error.is_in_use()
                     && (outlasting.contains(socket)
-                        || keeping.is_some_and(|keeping| keeping.has_function(socket)));
+                        || persistence.is_some_and(|persistence| persistence.has_function(socket)));
                 if !waits {
-                    self.record_error(FailedDeclaration::from_declared(declared), &error);
+                    self.record_error(FailedDeclaration::from_declared(declaration), &error);
                 }
                 waits
             });
             if !waiting.is_empty() {
-                if let Some(keeping) = &self.context.persistence {
-                    keeping.dismiss_predecessor();
+                if let Some(persistence) = &self.context.persistence {
+                    persistence.dismiss_predecessor();
                 }
                 clock::sleep(RELEASE_POLL_INTERVAL);
             }
         }
         // Failed functions are listed in the order of their declaration.
-        let sockets = functions.iter().map(|declared| &declared.function.socket);
+        let sockets = functions
+            .iter()
+            .map(|declaration| &declaration.function.socket);
         let places: BTreeMap<&PathBuf, usize> = sockets.zip(0..).collect();
         self.functions
-            .sort_by_key(|offer| places.get(&offer.entry.socket).copied());
+            .sort_by_key(|function| places.get(&function.entry.socket).copied());
     }
 
     /// Returns the function's position in the order of restoring.
@@ -786,21 +789,25 @@ impl FunctionRegistry {
     /// Postpones a restored function if pinning its memory would take long: lists the function as failed for now, and
     /// returns true. Such a function is served after all other functions, and after functions in VMMs have got their
     /// leases.
-    fn postpone(&mut self, declared: &FunctionDeclaration, batch: &[FunctionDeclaration]) -> bool {
+    fn postpone(
+        &mut self,
+        function_declaration: &FunctionDeclaration,
+        batch: &[FunctionDeclaration],
+    ) -> bool {
         let ServerFunctionOptions {
             socket, function, ..
-        } = &declared.function;
-        let Some(keeping) = self.context.persistence.as_deref() else {
+        } = &function_declaration.function;
+        let Some(persistence) = self.context.persistence.as_deref() else {
             return false;
         };
-        let memory = keeping
+        let memory = persistence
             .restore_order(socket)
             .map_or(0, |turn| turn.mapped_bytes);
         if memory <= BRIEF_PINNING_MAX || !matches!(function.path, DrivePath::Pci(_)) {
             return false;
         }
         let sharing = batch.iter().map(|other| &other.function.function);
-        let Ok(drive) = self.drives.open(function, sharing, Some(keeping)) else {
+        let Ok(drive) = self.drives.open(function, sharing, Some(persistence)) else {
             // The function is not postponed, so that serving it reports this error.
             return false;
         };
@@ -810,11 +817,11 @@ impl FunctionRegistry {
             return false;
         };
         let owner = MappingOwner::for_function(&lease);
-        let there = space.inherited_bytes(owner, &keeping.function_memory(socket));
-        if memory.saturating_sub(there) <= BRIEF_PINNING_MAX {
+        let inherited = space.inherited_bytes(owner, &persistence.function_memory(socket));
+        if memory.saturating_sub(inherited) <= BRIEF_PINNING_MAX {
             return false;
         }
-        let declaration = FailedDeclaration::from_declared(declared);
+        let declaration = FailedDeclaration::from_declared(function_declaration);
         let entry = declaration.to_entry("its memory is being pinned".to_owned());
         let id = entry.id.as_str();
         log::info!(function = id; "Function {id} is restored after the others, as its memory has to be pinned");
@@ -826,9 +833,9 @@ impl FunctionRegistry {
     /// Serves a function added in an earlier run. After an error, lists the function as failed instead of ending the start.
     fn serve_added(&mut self, text: OptionText) {
         match FunctionDeclaration::parse(DeclarationSource::Added, text.clone()) {
-            Ok(declared) => {
-                if let Err(error) = self.serve_all(vec![declared.clone()]) {
-                    self.record_error(FailedDeclaration::from_declared(&declared), &error);
+            Ok(declaration) => {
+                if let Err(error) = self.serve_all(vec![declaration.clone()]) {
+                    self.record_error(FailedDeclaration::from_declared(&declaration), &error);
                 }
             }
             Err(error) => self.record_unreadable(UnreadableDeclaration::from_added(text, error)),
@@ -847,8 +854,8 @@ impl FunctionRegistry {
     fn record_failure(&mut self, declaration: FailedDeclaration, reason: String) {
         let entry = declaration.to_entry(reason.clone());
         let (id, socket) = (entry.id.as_str(), &entry.socket);
-        let keeping = self.context.persistence.as_ref();
-        match keeping.is_some_and(|keeping| keeping.has_function(socket)) {
+        let persistence = self.context.persistence.as_ref();
+        match persistence.is_some_and(|persistence| persistence.has_function(socket)) {
             true => log::error!(
                 function = id;
                 "Function {id} of the previous server cannot be restored: {reason}. The server retries until it \
@@ -863,30 +870,30 @@ impl FunctionRegistry {
 
     /// Returns whether VMs wait for failed functions: the predecessor served them.
     pub(super) fn has_waiting_vms(&self) -> bool {
-        let keeping = self.context.persistence.as_ref();
-        keeping.is_some_and(|keeping| {
+        let persistence = self.context.persistence.as_ref();
+        persistence.is_some_and(|persistence| {
             let mut failed = self.failed.iter();
-            failed.any(|failed| keeping.has_function(&failed.entry.socket))
+            failed.any(|failed| persistence.has_function(&failed.entry.socket))
         })
     }
 
     /// Tries again to serve failed functions whose VMs wait, since a resource that was missing may be available now.
     pub(super) fn retry_waiting(&mut self) {
-        let Some(keeping) = self.context.persistence.clone() else {
+        let Some(persistence) = self.context.persistence.clone() else {
             return;
         };
         let Self {
-            functions: offers,
+            functions,
             held_drives: held,
             drives,
             ..
         } = self;
-        drives.close_moved(|drive| is_used(drive, offers, held));
-        let waits = |failed: &&FailedFunctionRecord| keeping.has_function(&failed.entry.socket);
+        drives.close_moved(|drive| is_used(drive, functions, held));
+        let waits = |failed: &&FailedFunctionRecord| persistence.has_function(&failed.entry.socket);
         let waiting = self.failed.iter().filter(waits);
         let sockets = waiting.map(|failed| failed.entry.socket.clone());
         let mut sockets: Vec<PathBuf> = sockets.collect();
-        sockets.sort_by_key(|socket| restore_sort_key(keeping.restore_order(socket)));
+        sockets.sort_by_key(|socket| restore_sort_key(persistence.restore_order(socket)));
         for socket in sockets {
             self.retry_failed(&socket);
         }
@@ -899,13 +906,13 @@ impl FunctionRegistry {
         let Some(place) = failed.position(|failed| failed.entry.socket == *socket) else {
             return;
         };
-        let FailedDeclaration::Declared(declared) = &self.failed[place].declaration else {
+        let FailedDeclaration::Declared(declaration) = &self.failed[place].declaration else {
             return;
         };
-        let declared = declared.clone();
+        let declaration = declaration.clone();
         let mut failed = self.failed.remove(place);
         let id = failed.entry.id.clone();
-        let offered = self.serve(&declared, std::slice::from_ref(&*declared));
+        let offered = self.serve(&declaration, std::slice::from_ref(&*declaration));
         if let Err(error) = offered {
             let reason = report::chain(&error);
             let known = matches!(&failed.entry.state, FunctionStatus::Failed { reason: known } if *known == reason);
@@ -924,21 +931,21 @@ impl FunctionRegistry {
     }
 
     /// Removes the failed functions that one source declared, and returns them.
-    pub(super) fn take_failed(&mut self, origin: DeclarationSource) -> Vec<FailedFunctionRecord> {
+    pub(super) fn take_failed(&mut self, source: DeclarationSource) -> Vec<FailedFunctionRecord> {
         let all = std::mem::take(&mut self.failed);
         let (taken, left) = all
             .into_iter()
-            .partition(|failed| failed.entry.origin == origin);
+            .partition(|failed| failed.entry.origin == source);
         self.failed = left;
         taken
     }
 
     /// Lists the functions that [`Self::take_failed`] returned as failed again, except functions that are served by now.
     pub(super) fn return_failed(&mut self, failed: Vec<FailedFunctionRecord>) {
-        let offers = &self.functions;
+        let functions = &self.functions;
         let is_offered = |failed: &FailedFunctionRecord| {
-            let mut offers = offers.iter();
-            offers.any(|offer| offer.entry.socket == failed.entry.socket)
+            let mut functions = functions.iter();
+            functions.any(|function| function.entry.socket == failed.entry.socket)
         };
         self.failed
             .extend(failed.into_iter().filter(|failed| !is_offered(failed)));
@@ -946,25 +953,25 @@ impl FunctionRegistry {
 
     /// Releases the stored state of the predecessor's functions that are neither served nor listed as failed.
     pub(super) fn forget_unlisted(&self) {
-        if let Some(keeping) = &self.context.persistence {
+        if let Some(persistence) = &self.context.persistence {
             let listed = |socket: &Path| {
                 let mut failed = self.failed.iter();
                 failed.any(|failed| failed.entry.socket == socket)
             };
-            keeping.retain_functions(listed);
+            persistence.retain_functions(listed);
         }
     }
 
     /// Opens declared drives, which stay open even without functions.
     pub(super) fn open_held(&mut self, drives: Vec<DriveDeclaration>) -> Result<(), ChangeError> {
-        for mut declared in drives {
-            let options = &mut declared.parsed.value.drive;
+        for mut declaration in drives {
+            let options = &mut declaration.parsed.value.drive;
             options.path = resolve_path(&options.path);
-            let function = &declared.parsed.value.drive;
-            let keeping = self.context.persistence.as_deref();
+            let function = &declaration.parsed.value.drive;
+            let persistence = self.context.persistence.as_deref();
             let drive = self
                 .drives
-                .open(function, std::iter::once(function), keeping);
+                .open(function, std::iter::once(function), persistence);
             let drive = drive.map_err(|error| {
                 let explained = self
                     .context
@@ -975,21 +982,18 @@ impl FunctionRegistry {
                     source: explained.unwrap_or_else(FunctionDriveError::from),
                 }
             })?;
-            self.held_drives.push(DeclaredDrive {
-                declaration: declared,
-                drive,
-            });
+            self.held_drives.push(DeclaredDrive { declaration, drive });
         }
         Ok(())
     }
 
-    pub(super) fn release_held(&mut self, origin: DeclarationSource) -> Vec<DeclaredDrive> {
+    pub(super) fn release_held(&mut self, source: DeclarationSource) -> Vec<DeclaredDrive> {
         let (released, held) = std::mem::take(&mut self.held_drives)
             .into_iter()
-            .partition(|held| held.declaration.origin == origin);
+            .partition(|held| held.declaration.source == source);
         self.held_drives = held;
         self.missing_drives
-            .retain(|missing| missing.origin != origin);
+            .retain(|missing| missing.source != source);
         released
     }
 
@@ -1011,7 +1015,7 @@ impl FunctionRegistry {
     fn store_added_except(&self, place: usize) -> Result<(), ChangeError> {
         let others = self.functions.iter().enumerate();
         let others = others.filter(|(other, _)| *other != place);
-        self.write_added(others.map(|(_, offer)| offer), None)
+        self.write_added(others.map(|(_, function)| function), None)
     }
 
     /// Writes the file of added functions: the served ones, and `other`, which is not served at the moment.
@@ -1021,27 +1025,28 @@ impl FunctionRegistry {
 
     fn write_added<'a>(
         &'a self,
-        offers: impl Iterator<Item = &'a RegisteredFunction>,
+        functions: impl Iterator<Item = &'a RegisteredFunction>,
         other: Option<&'a OptionText>,
     ) -> Result<(), ChangeError> {
-        let offers = offers.map(|offer| &offer.declaration);
-        let added = offers.filter(|declared| declared.origin == DeclarationSource::Added);
-        let added = added.map(|declared| &declared.text);
+        let functions = functions.map(|function| &function.declaration);
+        let added = functions
+            .filter(|function_declaration| function_declaration.source == DeclarationSource::Added);
+        let added = added.map(|function_declaration| &function_declaration.text);
         let failed = self.failed.iter().map(|failed| &failed.declaration);
-        let failed = failed.filter(|declaration| declaration.origin() == DeclarationSource::Added);
+        let failed = failed.filter(|declaration| declaration.source() == DeclarationSource::Added);
         let failed = failed.map(FailedDeclaration::text);
         Ok(self.context.added.write(added.chain(failed).chain(other))?)
     }
 
     /// Stores the current configuration for the next server.
     fn store_configuration(&self) {
-        let Some(keeping) = &self.context.persistence else {
+        let Some(persistence) = &self.context.persistence else {
             return;
         };
-        let offers = self.functions.iter().map(|offer| &offer.declaration);
+        let functions = self.functions.iter().map(|function| &function.declaration);
         let failed = self.failed.iter().map(|failed| &failed.declaration);
         let of_failed = failed.clone().filter_map(|declaration| match declaration {
-            FailedDeclaration::Declared(declared) => Some(&**declared),
+            FailedDeclaration::Declared(function_declaration) => Some(&**function_declaration),
             FailedDeclaration::Unreadable(_) => None,
         });
         let unreadable = failed.filter_map(|declaration| match declaration {
@@ -1050,29 +1055,29 @@ impl FunctionRegistry {
         });
         let held = self.held_drives.iter().map(|held| &held.declaration);
         let encoded = stored_configuration::encode(
-            offers.chain(of_failed),
+            functions.chain(of_failed),
             unreadable,
             held.chain(&self.missing_drives),
             &self.context.rules,
         );
         match encoded {
-            Ok(bytes) => keeping.store_configuration(&bytes),
+            Ok(bytes) => persistence.store_configuration(&bytes),
             Err(error) => log::error!("{}", report::chain(&error)),
         }
     }
 
     /// Deletes the stored configuration at an orderly end.
     pub(super) fn forget_configuration(&self) {
-        if let Some(keeping) = &self.context.persistence {
-            keeping.forget_configuration();
+        if let Some(persistence) = &self.context.persistence {
+            persistence.forget_configuration();
         }
     }
 
     /// Closes drives that no function uses and that are not declared to stay open. Closing a `memory:` drive loses its content.
     pub(super) fn close_unused(&mut self) {
         let Self {
-            context: terms,
-            functions: offers,
+            context,
+            functions,
             failed,
             held_drives: held,
             missing_drives: missing,
@@ -1082,40 +1087,44 @@ impl FunctionRegistry {
         // The drives of failed functions stay open if VMs wait for these functions: they may have written data to a `memory:`
         // drive.
         let waits = |failed: &&FailedFunctionRecord| {
-            let keeping = terms.persistence.as_ref();
-            keeping.is_some_and(|keeping| keeping.has_function(&failed.entry.socket))
+            let persistence = context.persistence.as_ref();
+            persistence.is_some_and(|persistence| persistence.has_function(&failed.entry.socket))
         };
         let waiting = failed.iter().filter(waits);
         let waiting = waiting.filter_map(|failed| failed.entry.drive.parse().ok());
         let waiting: Vec<DrivePath> = waiting.collect();
         // The last process that closes a block device waits for its writes. The supervisor must not wait, so this process keeps
         // the drives open until the supervisor has closed its descriptors.
-        let _open = terms.persistence.as_ref().map(|_| drives.controllers());
+        let _open = context.persistence.as_ref().map(|_| drives.controllers());
         let closed = drives
-            .close_unused(|path, drive| is_used(drive, offers, held) || waiting.contains(path));
-        let Some(keeping) = &terms.persistence else {
+            .close_unused(|path, drive| is_used(drive, functions, held) || waiting.contains(path));
+        let Some(persistence) = &context.persistence else {
             return;
         };
         for path in closed {
             if let DrivePath::Memory(bytes) = path {
-                keeping.forget_memory(bytes);
+                persistence.forget_memory(bytes);
             }
-            keeping.forget_faults(&path);
+            persistence.forget_faults(&path);
         }
-        keeping.forget_other_drives(&drives.controllers());
+        persistence.forget_other_drives(&drives.controllers());
         if waiting.is_empty() && missing.is_empty() {
-            keeping.spares().forget_other_drives(&drives.controllers());
+            persistence
+                .spares()
+                .forget_other_drives(&drives.controllers());
         }
     }
 
     /// Returns what this server has of the configuration file, for comparison with the present file: the functions, also those
     /// that failed, and the drives to keep open, also those that could not be opened.
     fn running_configuration(&self) -> RunningConfiguration {
-        let of_file = |declared: &&FunctionDeclaration| declared.origin == DeclarationSource::File;
-        let offered = self.functions.iter().map(|offer| &offer.declaration);
+        let of_file = |function_declaration: &&FunctionDeclaration| {
+            function_declaration.source == DeclarationSource::File
+        };
+        let offered = self.functions.iter().map(|function| &function.declaration);
         let failed = self.failed.iter().map(|failed| &failed.declaration);
         let failed = failed.filter_map(|declaration| match declaration {
-            FailedDeclaration::Declared(declared) => Some(&**declared),
+            FailedDeclaration::Declared(function_declaration) => Some(&**function_declaration),
             FailedDeclaration::Unreadable(_) => None,
         });
         let held = self.held_drives.iter().map(|held| &held.declaration);
@@ -1125,7 +1134,7 @@ impl FunctionRegistry {
             data: self.context.data,
             functions: offered.chain(failed).filter(of_file).cloned().collect(),
             drives: held
-                .filter(|held| held.origin == DeclarationSource::File)
+                .filter(|held| held.source == DeclarationSource::File)
                 .map(|held| held.parsed.value.clone())
                 .collect(),
         }
@@ -1134,8 +1143,9 @@ impl FunctionRegistry {
     pub(super) fn publish(&self) {
         self.store_configuration();
         let functions = self.functions.iter();
-        let functions = functions.map(|offer| (offer.thread.handle(), offer.entry.clone()));
-        let view = RegistrySnapshot {
+        let functions =
+            functions.map(|function| (function.thread.handle(), function.entry.clone()));
+        let snapshot = RegistrySnapshot {
             functions: functions.collect(),
             failed: self
                 .failed
@@ -1148,7 +1158,7 @@ impl FunctionRegistry {
         };
         // The snapshot is replaced as a whole, so that a panic cannot leave a partial one.
         let mut place = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
-        *place = Arc::new(view);
+        *place = Arc::new(snapshot);
     }
 
     /// Returns the index of a served function, by id or socket.
@@ -1194,18 +1204,18 @@ pub(super) fn find_conflict(
 }
 
 pub(super) fn function_error(
-    declared: &FunctionDeclaration,
+    declaration: &FunctionDeclaration,
     source: FunctionRegistrationError,
 ) -> ChangeError {
     ChangeError::Function {
-        socket: declared.function.socket.clone(),
+        socket: declaration.function.socket.clone(),
         source,
     }
 }
 
 /// Returns whether a function uses the drive, or the drive is declared to stay open.
-fn is_used(drive: &Arc<Drive>, offers: &[RegisteredFunction], held: &[DeclaredDrive]) -> bool {
-    let mut drives = offers.iter().map(|offer| &offer.drive);
+fn is_used(drive: &Arc<Drive>, functions: &[RegisteredFunction], held: &[DeclaredDrive]) -> bool {
+    let mut drives = functions.iter().map(|function| &function.drive);
     let mut held = held.iter().map(|held| &held.drive);
     drives.any(|other| Arc::ptr_eq(other, drive)) || held.any(|other| Arc::ptr_eq(other, drive))
 }
@@ -1226,9 +1236,9 @@ mod tests {
     use crate::confinement::ProcessConfinement;
     use crate::persistence::{GuestPauseStart, ServerPersistence};
 
-    /// Creates the registry of a server without functions. Its state directory is in `folder`.
-    fn registry(folder: &Path, keeping: Option<ServerPersistence>) -> FunctionRegistry {
-        let state_dir = folder.join("state");
+    /// Creates the registry of a server without functions. Its state directory is in `dir`.
+    fn registry(dir: &Path, persistence: Option<ServerPersistence>) -> FunctionRegistry {
+        let state_dir = dir.join("state");
         let ledgers = Arc::new(open::LeaseLedgers::open(&state_dir));
         let pollers = PollerPool::new();
         let leases = LeaseTable::new(
@@ -1236,7 +1246,7 @@ mod tests {
             SocketAccess::default(),
             ledgers.clone(),
             pollers.clone(),
-            GuestPauseStart::for_vmms(keeping.as_ref()),
+            GuestPauseStart::for_vmms(persistence.as_ref()),
         );
         FunctionRegistry::new(ServerContext {
             ledgers,
@@ -1246,15 +1256,15 @@ mod tests {
             rules: Vec::new(),
             state_dir,
             file: None,
-            added: AddedFunctionsFile::for_control_socket(&folder.join("control.sock")),
-            persistence: keeping.map(Arc::new),
+            added: AddedFunctionsFile::for_control_socket(&dir.join("control.sock")),
+            persistence: persistence.map(Arc::new),
             stop: Arc::new(AtomicBool::new(false)),
             confinement: ProcessConfinement::default(),
         })
     }
 
-    fn function(folder: &Path, socket: &str) -> FunctionDeclaration {
-        let (socket, drive) = (folder.join(socket), folder.join("drive.img"));
+    fn function(dir: &Path, socket: &str) -> FunctionDeclaration {
+        let (socket, drive) = (dir.join(socket), dir.join("drive.img"));
         let text = format!(
             "socket={},path={},range=0+1M,id=a",
             socket.display(),
@@ -1265,29 +1275,29 @@ mod tests {
 
     /// Makes a second server serve a function whose lease the first server still holds, and checks that the second server
     /// waits.
-    fn check_waiting(offer: impl FnOnce(&mut FunctionRegistry, FunctionDeclaration)) {
-        let folder = tempfile::tempdir().unwrap();
-        let folder = folder.path();
-        make_state_dir(&folder.join("state")).unwrap();
-        let drive = File::create(folder.join("drive.img")).unwrap();
+    fn check_waiting(add_function: impl FnOnce(&mut FunctionRegistry, FunctionDeclaration)) {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        make_state_dir(&dir.join("state")).unwrap();
+        let drive = File::create(dir.join("drive.img")).unwrap();
         drive.set_len(2 << 20).unwrap();
         // This test's process acts as the predecessor, too.
         let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
-        let (keeping, _supervisor, mut server) =
-            ServerPersistence::beside_predecessor_with(folder, process);
-        let mut before = registry(folder, None);
+        let (persistence, _supervisor, mut server) =
+            ServerPersistence::beside_predecessor_with(dir, process);
+        let mut before = registry(dir, None);
         before
-            .serve_all(vec![function(folder, "before.sock")])
+            .serve_all(vec![function(dir, "before.sock")])
             .unwrap();
         // The predecessor holds the lease until the second server has failed to acquire it, and asks the predecessor to end.
         let end = move || {
-            let told = server.read_exact(&mut [0]).is_ok();
+            let received = server.read_exact(&mut [0]).is_ok();
             drop(before);
-            told
+            received
         };
         let ended = start_thread("before", end).unwrap();
-        let mut after = registry(folder, Some(keeping));
-        offer(&mut after, function(folder, "after.sock"));
+        let mut after = registry(dir, Some(persistence));
+        add_function(&mut after, function(dir, "after.sock"));
         let failed = after.failed.iter();
         let reasons: Vec<_> = failed.map(|failed| failed.entry.summary.as_str()).collect();
         assert!(reasons.is_empty(), "{reasons:?}");
@@ -1305,11 +1315,11 @@ mod tests {
     fn a_single_function_waits_for_its_lease_of_the_old_server() {
         check_waiting(|after, function| {
             // Without restored functions, a function that cannot be served ends the server.
-            let declared = StartConfiguration {
+            let configuration = StartConfiguration {
                 functions: vec![function],
                 ..StartConfiguration::default()
             };
-            after.start(declared).unwrap();
+            after.start(configuration).unwrap();
         });
     }
 }

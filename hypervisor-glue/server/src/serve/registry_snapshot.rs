@@ -24,11 +24,11 @@ impl RegistrySnapshot {
     /// Returns all functions with their current states. Waits at most one second for the answers of the functions.
     pub(super) fn entries(&self) -> Vec<FunctionEntry> {
         let handles = self.functions.iter().map(|(handle, _)| handle);
-        let figures = FunctionHandle::collect_stats(handles);
+        let stats = FunctionHandle::collect_stats(handles);
         let entries = self.functions.iter().map(|(_, entry)| {
-            let figures = figures.iter().find(|figures| figures.id == entry.id);
+            let stats = stats.iter().find(|stats| stats.id == entry.id);
             let mut entry = entry.clone();
-            entry.set_connected(figures.map(|figures| figures.connected));
+            entry.set_connected(stats.map(|stats| stats.connected));
             entry
         });
         entries.chain(self.failed.iter().cloned()).collect()

@@ -26,7 +26,7 @@ impl FunctionRegistry {
         } = ConfigFileContents::read(file)?;
         let mut wanted: Vec<FunctionDeclaration> = functions
             .into_iter()
-            .map(|declared| self.resolve_declaration(declared))
+            .map(|declaration| self.resolve_declaration(declaration))
             .collect();
         self.check_conflicts(&wanted)?;
 
@@ -35,31 +35,35 @@ impl FunctionRegistry {
         let mut going = Vec::new();
         let mut limited = Vec::new();
         let mut grown = Vec::new();
-        for (place, offer) in self.functions.iter().enumerate() {
-            if offer.declaration.origin != DeclarationSource::File {
+        for (place, registered_function) in self.functions.iter().enumerate() {
+            if registered_function.declaration.source != DeclarationSource::File {
                 continue;
             }
-            let present = &offer.declaration.function;
+            let present = &registered_function.declaration.function;
             let rates = present.function.rates;
             let stays = wanted.iter().position(|other| other.is_same_as(present));
-            let Some(stays) = stays.filter(|_| !offer.is_quarantined()) else {
+            let Some(stays) = stays.filter(|_| !registered_function.is_quarantined()) else {
                 going.push(place);
                 continue;
             };
             let stays = wanted.remove(stays);
-            // Only a larger size counts: a reload never shrinks a lease.
-            let asked = stays.function.function.size.map(|asked| asked.size);
-            let larger = asked.filter(|size| offer.needs_growth(*size));
+            // A reload never shrinks a lease.
+            let requested_size = stays
+                .function
+                .function
+                .size
+                .map(|requested_size| requested_size.size);
+            let larger = requested_size.filter(|size| registered_function.needs_growth(*size));
             grown.extend(larger.map(|size| (place, size)));
             if stays.function.function.rates != rates {
-                reloaded.limited.push(offer.entry.id.clone());
+                reloaded.limited.push(registered_function.entry.id.clone());
                 limited.push(stays);
             } else if larger.is_none() {
                 reloaded.unchanged += 1;
             }
         }
         let drive = |given| DriveDeclaration {
-            origin: DeclarationSource::File,
+            source: DeclarationSource::File,
             parsed: given,
         };
         let drives: Vec<DriveDeclaration> = drives.into_iter().map(drive).collect();
@@ -86,11 +90,11 @@ impl FunctionRegistry {
         let functions = self.remove_functions(&going, force)?;
         let sockets: Vec<PathBuf> = functions
             .iter()
-            .map(|declared| declared.function.socket.clone())
+            .map(|declaration| declaration.function.socket.clone())
             .collect();
         let held = self.release_held(DeclarationSource::File);
         let failed = self.take_failed(DeclarationSource::File);
-        let kept = self.functions.len();
+        let unchanged_count = self.functions.len();
         let made = self.open_held(drives).and_then(|()| self.serve_all(wanted));
         if let Err(error) = made {
             self.return_failed(failed);
@@ -106,17 +110,22 @@ impl FunctionRegistry {
             }
         }
         self.close_unused();
-        for declared in limited {
-            let function = &declared.function;
-            let same = |offer: &&mut RegisteredFunction| offer.entry.socket == function.socket;
-            if let Some(offer) = self.functions.iter_mut().find(same) {
-                offer.declaration.text = declared.text.clone();
-                offer.set_rates(function.function.rates);
+        for declaration in limited {
+            let function = &declaration.function;
+            let same = |registered_function: &&mut RegisteredFunction| {
+                registered_function.entry.socket == function.socket
+            };
+            if let Some(registered_function) = self.functions.iter_mut().find(same) {
+                registered_function.declaration.text = declaration.text.clone();
+                registered_function.set_rates(function.function.rates);
             }
         }
-        let made = self.functions.iter().skip(kept);
-        let new = made.filter(|offer| !sockets.contains(&offer.entry.socket));
-        reloaded.added = new.map(|offer| offer.entry.id.clone()).collect();
+        let made = self.functions.iter().skip(unchanged_count);
+        let new =
+            made.filter(|registered_function| !sockets.contains(&registered_function.entry.socket));
+        reloaded.added = new
+            .map(|registered_function| registered_function.entry.id.clone())
+            .collect();
         self.publish();
         Ok(reloaded)
     }
@@ -130,20 +139,24 @@ impl FunctionRegistry {
         drives: &[DriveDeclaration],
     ) -> Vec<String> {
         let drives = drives.iter().map(|held| &held.parsed.value.drive);
-        let functions = wanted.iter().map(|declared| &declared.function.function);
+        let functions = wanted
+            .iter()
+            .map(|declaration| &declaration.function.function);
         let named = drives.chain(functions).map(|options| &options.path);
         let named: Vec<DrivePath> = named.map(resolve_path).collect();
-        let offers = self.functions.iter().enumerate();
-        let offers = offers.filter(|(place, _)| !going.contains(place));
-        let offers = offers.map(|(_, offer)| &offer.drive);
+        let registered_functions = self.functions.iter().enumerate();
+        let registered_functions = registered_functions.filter(|(place, _)| !going.contains(place));
+        let registered_functions = registered_functions.map(|(_, function)| &function.drive);
         let held = self
             .held_drives
             .iter()
-            .filter(|held| held.declaration.origin != DeclarationSource::File);
-        let kept: Vec<&Arc<Drive>> = offers.chain(held.map(|held| &held.drive)).collect();
+            .filter(|held| held.declaration.source != DeclarationSource::File);
+        let used_drives: Vec<&Arc<Drive>> = registered_functions
+            .chain(held.map(|held| &held.drive))
+            .collect();
         let stays = |path: &DrivePath, drive: &Drive| {
-            let is_kept = |kept: &&Arc<Drive>| kept.shares_controller_with(drive);
-            named.contains(path) || kept.iter().any(is_kept)
+            let is_same = |used_drives: &&Arc<Drive>| used_drives.shares_controller_with(drive);
+            named.contains(path) || used_drives.iter().any(is_same)
         };
         let going = self.drives.iter();
         let going = going.filter(|(path, drive)| !stays(path, drive));
@@ -157,8 +170,8 @@ impl FunctionRegistry {
 
     /// Checks that each socket and id in the file is unique, within the file and among the server's other functions.
     fn check_conflicts(&self, wanted: &[FunctionDeclaration]) -> Result<(), ChangeError> {
-        let others = self.functions.iter().map(|offer| &offer.declaration);
-        let others = others.filter(|declared| declared.origin != DeclarationSource::File);
+        let others = self.functions.iter().map(|function| &function.declaration);
+        let others = others.filter(|declaration| declaration.source != DeclarationSource::File);
         for (place, new) in wanted.iter().enumerate() {
             let mut others = others.clone().chain(&wanted[..place]);
             if let Some(source) =
@@ -182,11 +195,11 @@ impl FunctionRegistry {
         }
         let mut refused = None;
         let mut leaving = places;
-        for (asked, place) in places.iter().enumerate() {
+        for (request, place) in places.iter().enumerate() {
             // A VMM may have connected since the check above.
             if let Err(error) = self.request_shutdown(*place, force) {
                 refused = Some(error);
-                leaving = &places[..asked];
+                leaving = &places[..request];
                 break;
             }
         }
@@ -203,13 +216,14 @@ impl FunctionRegistry {
 
     /// Checks that no VMM is connected to any function at the indices `places`. Called before any of these functions ends.
     pub(super) fn check_unused(&self, places: &[usize]) -> Result<(), ChangeError> {
-        let offers = places.iter().map(|place| &self.functions[*place]);
-        let handles: Vec<FunctionHandle> = offers.map(|offer| offer.thread.handle()).collect();
-        let figures = FunctionHandle::collect_stats(&handles);
+        let functions = places.iter().map(|place| &self.functions[*place]);
+        let handles: Vec<FunctionHandle> =
+            functions.map(|function| function.thread.handle()).collect();
+        let stats = FunctionHandle::collect_stats(&handles);
         for place in places {
             let id = &self.functions[*place].entry.id;
-            match figures.iter().find(|figures| figures.id == *id) {
-                Some(figures) if figures.connected => {
+            match stats.iter().find(|stats| stats.id == *id) {
+                Some(stats) if stats.connected => {
                     return Err(ChangeError::Connected(id.clone()));
                 }
                 Some(_) => {}
@@ -223,10 +237,10 @@ impl FunctionRegistry {
     fn end_functions(&mut self, places: &[usize]) -> Vec<FunctionDeclaration> {
         let mut functions = Vec::new();
         for place in places.iter().rev() {
-            let offer = self.functions.remove(*place);
-            functions.push(offer.declaration.clone());
-            if let Some(trouble) = offer.end() {
-                log::error!("{trouble}");
+            let function = self.functions.remove(*place);
+            functions.push(function.declaration.clone());
+            if let Some(failure) = function.end() {
+                log::error!("{failure}");
             }
         }
         functions.reverse();
@@ -253,8 +267,8 @@ impl FunctionRegistry {
         functions: Vec<FunctionDeclaration>,
     ) -> ChangeError {
         let mut failed = Vec::new();
-        for declared in functions {
-            if let Err(error) = self.serve_all(vec![declared]) {
+        for declaration in functions {
+            if let Err(error) = self.serve_all(vec![declaration]) {
                 failed.push(report::chain(&error));
             }
         }

@@ -20,7 +20,7 @@ use crate::metrics::MetricsAddress;
 /// a rule needs an existing path.
 pub(super) fn server_rules(
     options: &ServeOptions,
-    declared: &StartConfiguration,
+    configuration: &StartConfiguration,
 ) -> Result<Option<FileRules>, ServeError> {
     let ServeOptions {
         functions,
@@ -64,16 +64,16 @@ pub(super) fn server_rules(
             .flat_map(|given| drive_rules(&given.value.drive)),
     );
     needed.extend(described.iter().map(|path| option_file_rule(path)));
-    for function in &declared.functions {
+    for function in &configuration.functions {
         needed.extend(function_rules(&function.function));
         let described = option_files(&function.text);
         needed.extend(described.iter().map(|path| option_file_rule(path)));
     }
-    let held = declared.drives.iter();
+    let held = configuration.drives.iter();
     needed.extend(held.flat_map(|held| drive_rules(&held.parsed.value.drive)));
 
     let mut rules = confinement.rules.clone();
-    rules.extend(declared.rules.iter().cloned());
+    rules.extend(configuration.rules.iter().cloned());
     if let Some(file) = file {
         let file = path::absolute(file).unwrap_or_else(|_| file.clone());
         // The symbolic link may be replaced later, so rules cover the directories of the link and of its target.
@@ -84,11 +84,11 @@ pub(super) fn server_rules(
         // functions get rules, too. The file may be invalid by now, which is no error here.
         if let Ok(file) = ConfigFileContents::read(&file) {
             let functions = file.functions.iter();
-            needed.extend(functions.flat_map(|declared| function_rules(&declared.function)));
+            needed.extend(functions.flat_map(|declaration| function_rules(&declaration.function)));
             let drives = file.drives.iter();
             needed.extend(drives.flat_map(|given| drive_rules(&given.value.drive)));
             needed.extend(file.option_files.iter().map(|path| option_file_rule(path)));
-            let known = declared.rules.iter();
+            let known = configuration.rules.iter();
             let is_known = |rule: &FileRule| known.clone().any(|other| other == rule);
             rules.extend(file.rules.into_iter().filter(|rule| !is_known(rule)));
         }
@@ -108,9 +108,9 @@ pub(super) fn server_rules(
 }
 
 /// Returns the rules for a function's files.
-pub(super) fn function_rules(served: &ServerFunctionOptions) -> Vec<FileRule> {
-    let mut needed = drive_rules(&served.function);
-    needed.push(parent_dir_rule(&served.socket, FileAccess::WRITE));
+pub(super) fn function_rules(options: &ServerFunctionOptions) -> Vec<FileRule> {
+    let mut needed = drive_rules(&options.function);
+    needed.push(parent_dir_rule(&options.socket, FileAccess::WRITE));
     needed
 }
 
@@ -129,8 +129,8 @@ pub(super) fn drive_rules(options: &FunctionOptions) -> Vec<FileRule> {
                 false => FileRule::new(file, FileAccess::WRITE),
             };
             // A loop device's backing file is opened as well, to lock it.
-            let origin = BackingId::from_path(file);
-            let below = origin.map(|origin| origin.files().to_vec());
+            let source = BackingId::from_path(file);
+            let below = source.map(|source| source.files().to_vec());
             let below = below.unwrap_or_default().into_iter();
             let below = below.map(|below| FileRule::new(below.path, FileAccess::WRITE));
             std::iter::once(first).chain(below).collect()
@@ -149,8 +149,8 @@ pub(super) fn option_file_rule(path: &Path) -> FileRule {
 /// Returns the rule for a file that is created or replaced. The rule names the file's directory, since creating a file
 /// needs access to the directory.
 fn parent_dir_rule(path: &Path, access: FileAccess) -> FileRule {
-    let folder = path.parent().filter(|folder| *folder != Path::new(""));
-    FileRule::new(folder.unwrap_or(Path::new(".")), access)
+    let dir = path.parent().filter(|dir| *dir != Path::new(""));
+    FileRule::new(dir.unwrap_or(Path::new(".")), access)
 }
 
 #[cfg(test)]
@@ -168,14 +168,14 @@ mod tests {
 
     #[test]
     fn only_a_model_on_a_file_needs_access_to_the_directory() {
-        let folder = tempfile::tempdir().unwrap();
-        let folder = fs::canonicalize(folder.path()).unwrap();
-        let image = folder.join("drive.img");
+        let dir = tempfile::tempdir().unwrap();
+        let dir = fs::canonicalize(dir.path()).unwrap();
+        let image = dir.join("drive.img");
         for (profile, path) in [
             ("nvm", &image),
             ("kv", &image),
-            ("ssd", &folder),
-            ("zns", &folder),
+            ("ssd", &dir),
+            ("zns", &dir),
         ] {
             let expected = FileRule::new(path, FileAccess::WRITE);
             assert_eq!(rule(&image, profile), expected, "{profile}");

@@ -31,11 +31,11 @@ pub(super) struct ServerStatsSource {
 impl ServerStatsSource {
     /// Returns the current functions and drives.
     pub(super) fn registry_snapshot(&self) -> Arc<RegistrySnapshot> {
-        let view = self
+        let snapshot = self
             .registry_snapshot
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        view.clone()
+        snapshot.clone()
     }
 
     /// Returns all statistics. Waits at most one second for functions, and one more second for leases of VMMs.
@@ -43,18 +43,18 @@ impl ServerStatsSource {
         self.collect_stats(&self.registry_snapshot())
     }
 
-    fn collect_stats(&self, view: &RegistrySnapshot) -> ServerStats {
-        let handles = view.functions.iter().map(|(handle, _)| handle);
+    fn collect_stats(&self, snapshot: &RegistrySnapshot) -> ServerStats {
+        let handles = snapshot.functions.iter().map(|(handle, _)| handle);
         let mut functions = FunctionHandle::collect_stats(handles);
         functions.extend(self.leases.stats());
-        let drives = view
+        let drives = snapshot
             .drives
             .iter()
             .map(|drive| DriveStats::from_drive(drive));
         let mut drives: Vec<_> = drives.collect();
         self.health.copy_warnings_to(&mut drives);
-        let offered = view.functions.iter().map(|(_, entry)| entry);
-        let failed = offered.chain(&view.failed);
+        let offered = snapshot.functions.iter().map(|(_, entry)| entry);
+        let failed = offered.chain(&snapshot.failed);
         ServerStats {
             functions,
             failed: failed.filter_map(FunctionFailure::from_entry).collect(),
@@ -63,8 +63,8 @@ impl ServerStatsSource {
             supervisor: self
                 .persistence
                 .as_ref()
-                .map_or(SupervisorStatus::None, |keeping| {
-                    keeping.supervisor_status()
+                .map_or(SupervisorStatus::None, |persistence| {
+                    persistence.supervisor_status()
                 }),
         }
     }
@@ -76,8 +76,8 @@ impl ServerStatsSource {
         &self,
         unit: Option<NonZeroU64>,
     ) -> Result<Vec<DriveCapacity>, LeaseError> {
-        let view = self.registry_snapshot();
-        let drives = view.namespaces.iter();
+        let snapshot = self.registry_snapshot();
+        let drives = snapshot.namespaces.iter();
         drives
             .map(|drive| DriveCapacity::query(drive, &self.ledgers, unit))
             .collect()
@@ -86,12 +86,12 @@ impl ServerStatsSource {
 
 impl MetricsSource for ServerStatsSource {
     fn snapshot(&self) -> MetricsSnapshot {
-        let view = self.registry_snapshot();
-        let offered = view.functions.iter().map(|(_, entry)| entry);
-        let mut functions: Vec<_> = offered.chain(&view.failed).cloned().collect();
+        let registry_snapshot = self.registry_snapshot();
+        let offered = registry_snapshot.functions.iter().map(|(_, entry)| entry);
+        let mut functions: Vec<_> = offered.chain(&registry_snapshot.failed).cloned().collect();
         functions.extend(self.leases.entries());
         MetricsSnapshot {
-            stats: self.collect_stats(&view),
+            stats: self.collect_stats(&registry_snapshot),
             functions,
             health: self.health.snapshot(),
             process: ProcessStats {

@@ -81,24 +81,24 @@ pub(super) fn encode<'a>(
     drives: impl Iterator<Item = &'a DriveDeclaration>,
     rules: &[FileRule],
 ) -> Result<Vec<u8>, StoredConfigurationError> {
-    let functions = functions.map(|declared| StoredFunction {
-        origin: declared.origin,
-        options: declared.to_resolved_text().to_string(),
-        files: declared.files.clone(),
-        lease: declared
+    let functions = functions.map(|configuration| StoredFunction {
+        origin: configuration.source,
+        options: configuration.to_resolved_text().to_string(),
+        files: configuration.files.clone(),
+        lease: configuration
             .lease
             .clone()
             .map(|AssignedLease { id, range }| StoredLease { id, range }),
     });
     let unreadable = unreadable.map(|other| StoredFunction {
-        origin: other.origin,
+        origin: other.source,
         options: other.text.to_string(),
         files: other.files.clone(),
         lease: None,
     });
     let drives = drives.map(
         |DriveDeclaration {
-             origin,
+             source: origin,
              parsed: given,
          }| StoredDrive {
             origin: *origin,
@@ -132,7 +132,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<StartConfiguration, StoredConfigura
         drives,
         rules,
     } = serde_json::from_slice(bytes)?;
-    let mut declared = StartConfiguration {
+    let mut configuration = StartConfiguration {
         is_restored: true,
         ..StartConfiguration::default()
     };
@@ -146,12 +146,12 @@ pub(super) fn decode(bytes: &[u8]) -> Result<StartConfiguration, StoredConfigura
         let text: OptionText = options.parse()?;
         let given = ParsedDeclaration::with_files(text.clone(), files.clone());
         match given {
-            Ok(given) => declared.functions.push(FunctionDeclaration {
+            Ok(given) => configuration.functions.push(FunctionDeclaration {
                 lease: lease.map(|StoredLease { id, range }| AssignedLease { id, range }),
                 ..FunctionDeclaration::from_parsed(origin, given)
             }),
-            Err(error) => declared.unreadable.push(UnreadableDeclaration {
-                origin,
+            Err(error) => configuration.unreadable.push(UnreadableDeclaration {
+                source: origin,
                 text,
                 files,
                 error,
@@ -165,14 +165,14 @@ pub(super) fn decode(bytes: &[u8]) -> Result<StartConfiguration, StoredConfigura
     } in drives
     {
         let given = ParsedDeclaration::with_files(options.parse()?, files)?;
-        declared.drives.push(DriveDeclaration {
-            origin,
+        configuration.drives.push(DriveDeclaration {
+            source: origin,
             parsed: given,
         });
     }
     let rules = rules.iter().map(|rule| rule.parse());
-    declared.rules = rules.collect::<Result<_, _>>()?;
-    Ok(declared)
+    configuration.rules = rules.collect::<Result<_, _>>()?;
+    Ok(configuration)
 }
 
 #[cfg(test)]
@@ -182,23 +182,23 @@ mod tests {
     use super::*;
     use crate::confinement::FileAccess;
 
-    fn round_trip(declared: &StartConfiguration) -> StartConfiguration {
+    fn round_trip(configuration: &StartConfiguration) -> StartConfiguration {
         let StartConfiguration {
             functions,
             drives,
             unreadable,
             rules,
             ..
-        } = declared;
+        } = configuration;
         let bytes = encode(functions.iter(), unreadable.iter(), drives.iter(), rules).unwrap();
         decode(&bytes).unwrap()
     }
 
     #[test]
     fn the_stored_configuration_overrides_changed_files() {
-        let folder = tempfile::tempdir().unwrap();
-        let profile = folder.path().join("slow.toml");
-        let plan = folder.path().join("faults.toml");
+        let dir = tempfile::tempdir().unwrap();
+        let profile = dir.path().join("slow.toml");
+        let plan = dir.path().join("faults.toml");
         let resources = concat!(env!("CARGO_MANIFEST_DIR"), "/../../resources");
         fs::copy(format!("{resources}/drives/nvm.toml"), &profile).unwrap();
         let removal = "[[fault]]\nkind = \"removal\"\noperations = [\"flush\"]\nafter = 7\n";
@@ -212,16 +212,16 @@ mod tests {
             |text: &str| FunctionDeclaration::parse(DeclarationSource::File, text.parse().unwrap());
         let first = read(&function).unwrap();
         let mut second = read("socket=/run/b.sock,path=/srv/b.img").unwrap();
-        second.origin = DeclarationSource::CommandLine;
+        second.source = DeclarationSource::CommandLine;
         second.lease = Some(AssignedLease {
             id: "b".to_owned(),
             range: ByteRange::new(0, 1 << 20).unwrap(),
         });
         let drive = ParsedDeclaration::parse("path=memory:2G,lba=4096".parse().unwrap()).unwrap();
-        let declared = StartConfiguration {
+        let configuration = StartConfiguration {
             functions: vec![first, second],
             drives: vec![DriveDeclaration {
-                origin: DeclarationSource::File,
+                source: DeclarationSource::File,
                 parsed: drive,
             }],
             rules: vec![FileRule::new("/srv", FileAccess::WRITE)],
@@ -229,12 +229,12 @@ mod tests {
         };
         fs::write(&profile, "model = \"none").unwrap();
         fs::remove_file(&plan).unwrap();
-        let read = round_trip(&declared);
+        let read = round_trip(&configuration);
         assert!(read.is_restored);
-        assert_eq!(read.functions, declared.functions);
-        assert_eq!(read.drives, declared.drives);
-        assert_eq!(read.rules, declared.rules);
-        assert_eq!(round_trip(&read).functions, declared.functions);
+        assert_eq!(read.functions, configuration.functions);
+        assert_eq!(read.drives, configuration.drives);
+        assert_eq!(read.rules, configuration.rules);
+        assert_eq!(round_trip(&read).functions, configuration.functions);
         let leased = read.functions[1].options_with_lease();
         assert_eq!(
             (leased.id.as_deref(), leased.range.unwrap().length()),
@@ -247,11 +247,11 @@ mod tests {
         let bytes = br#"{"configuration":1,"functions":[
             {"origin":"file","options":"socket=/a,path=memory:1G,none=1"},
             {"origin":"added","options":"socket=/b,path=memory:1G"}],"drives":[],"rules":[]}"#;
-        let declared = decode(bytes).unwrap();
-        assert_eq!(declared.functions.len(), 1);
-        assert_eq!(declared.unreadable[0].text.get("socket"), Some("/a"));
-        let next = round_trip(&declared);
-        assert_eq!(next.unreadable[0].text, declared.unreadable[0].text);
+        let configuration = decode(bytes).unwrap();
+        assert_eq!(configuration.functions.len(), 1);
+        assert_eq!(configuration.unreadable[0].text.get("socket"), Some("/a"));
+        let next = round_trip(&configuration);
+        assert_eq!(next.unreadable[0].text, configuration.unreadable[0].text);
         let later = br#"{"configuration":2,"functions":5}"#;
         assert!(matches!(
             decode(later),

@@ -29,7 +29,7 @@ impl FunctionRegistry {
     /// Hands all functions over to a new process and returns its process id. After a success, the caller must end this process
     /// at once.
     pub(super) fn upgrade(&self, binary: Option<&Path>) -> Result<u32, UpgradeError> {
-        let keeping = self
+        let persistence = self
             .context
             .persistence
             .as_ref()
@@ -49,9 +49,9 @@ impl FunctionRegistry {
             return Err(UpgradeError::Moved(moved.to_string()));
         }
         // The supervisor must answer before the upgrade: otherwise, it could not restart the next server after a crash.
-        keeping.await_supervisor()?;
+        persistence.await_supervisor()?;
         let mut successor = SuccessorProcess::start(
-            keeping,
+            persistence,
             &[FIRST_STAGE.into()],
             &command,
             &[
@@ -64,8 +64,8 @@ impl FunctionRegistry {
         }
         let number = successor.pid();
         let goes_on_beside = successor.can_run_beside() && self.can_restore_beside();
-        let offers = self.functions.iter();
-        let handles: Vec<_> = offers.map(|offer| offer.thread.handle()).collect();
+        let functions = self.functions.iter();
+        let handles: Vec<_> = functions.map(|function| function.thread.handle()).collect();
         // Checked before functions pause: a lease that is ending would delay the end of this process, and all functions would
         // stay paused until then.
         if !goes_on_beside || self.context.leases.has_leases() {
@@ -75,28 +75,28 @@ impl FunctionRegistry {
             }
         }
         self.check_leases()?;
-        let (resting, rested) =
+        let (quiesced, paused_at) =
             FunctionHandle::quiesce_all(&handles).map_err(|(place, reason)| {
-                let offer = &self.functions[place];
+                let function = &self.functions[place];
                 UpgradeError::Function {
-                    id: offer.entry.id.clone(),
-                    drive: offer.declaration.function.function.path.to_string(),
+                    id: function.entry.id.clone(),
+                    drive: function.declaration.function.function.path.to_string(),
                     reason,
                 }
             })?;
-        let drives = QuiescedDrives::quiesce(keeping, self.drives.controllers());
+        let drives = QuiescedDrives::quiesce(persistence, self.drives.controllers());
         if ends() {
             return Err(UpgradeError::Ending);
         }
-        keeping.spares().set_handed_over(true);
-        if let Err(error) = successor.hand_over(keeping, rested) {
-            keeping.spares().set_handed_over(false);
+        persistence.spares().set_handed_over(true);
+        if let Err(error) = successor.hand_over(persistence, paused_at) {
+            persistence.spares().set_handed_over(false);
             return Err(error);
         }
         // Functions and drives stay paused until the process has ended.
-        std::mem::forget((resting, drives));
-        for offer in &self.functions {
-            offer.release_lease();
+        std::mem::forget((quiesced, drives));
+        for function in &self.functions {
+            function.release_lease();
         }
         // No VMM gets a new lease from now on. Functions in VMMs continue until this process ends.
         let have_vmms_none = self.context.leases.stop_attaching();
@@ -109,7 +109,7 @@ impl FunctionRegistry {
         }
         // This process waits until the supervisor has processed its messages: a service manager may reject messages of a
         // process that has already ended.
-        if let Err(error) = keeping.await_supervisor() {
+        if let Err(error) = persistence.await_supervisor() {
             let error = report::chain(&error);
             log::warn!(
                 "The supervisor may not know that process {number} is the server now: {error}"
@@ -122,12 +122,12 @@ impl FunctionRegistry {
     /// its in-flight commands have ended.
     fn check_drives(&self) -> Result<(), UpgradeError> {
         let deadline = Deadline::after(&SystemClock::shared(), CHECK_TIMEOUT);
-        let mut offers = self.functions.iter();
-        match offers.find(|offer| !offer.can_quiesce(deadline.remaining())) {
+        let mut functions = self.functions.iter();
+        match functions.find(|function| !function.can_quiesce(deadline.remaining())) {
             None => self.check_leases(),
-            Some(offer) => Err(UpgradeError::Function {
-                id: offer.entry.id.clone(),
-                drive: offer.declaration.function.function.path.to_string(),
+            Some(function) => Err(UpgradeError::Function {
+                id: function.entry.id.clone(),
+                drive: function.declaration.function.function.path.to_string(),
                 reason: format!("it has had commands in flight for over {CHECK_TIMEOUT:?}"),
             }),
         }
@@ -144,9 +144,9 @@ impl FunctionRegistry {
     /// Returns whether the successor can restore all functions while this process still runs with its functions paused.
     /// Otherwise, the successor must wait until this process has ended.
     fn can_restore_beside(&self) -> bool {
-        let mut offers = self.functions.iter();
+        let mut functions = self.functions.iter();
         let mut drives = self.drives.controllers().into_iter();
-        offers.all(|offer| can_outlive_process(&offer.declaration.function.function))
+        functions.all(|function| can_outlive_process(&function.declaration.function.function))
             && drives.all(|drive| drive.controller().can_open_concurrently())
     }
 
@@ -170,16 +170,16 @@ struct QuiescedDrives<'a> {
 
 impl<'a> QuiescedDrives<'a> {
     /// Pauses all drives that can be handed over. The next process resets the drives that cannot.
-    fn quiesce(keeping: &'a ServerPersistence, drives: Vec<Arc<Drive>>) -> Self {
-        let mut resting = Self {
-            persistence: keeping,
+    fn quiesce(persistence: &'a ServerPersistence, drives: Vec<Arc<Drive>>) -> Self {
+        let mut quiesced = Self {
+            persistence,
             drives: Vec::new(),
         };
         for drive in drives {
             let path = drive.path();
-            let kept = match drive.controller().hand_over() {
+            let descriptors = match drive.controller().hand_over() {
                 Ok(None) => continue,
-                Ok(Some(handed)) => keeping.hand_over_drive(path, &handed),
+                Ok(Some(handed)) => persistence.hand_over_drive(path, &handed),
                 Err(error) => {
                     log::warn!(
                         "Cannot hand drive {path} over, so the next server resets it: {error}"
@@ -187,13 +187,13 @@ impl<'a> QuiescedDrives<'a> {
                     continue;
                 }
             };
-            if let Err(error) = kept {
+            if let Err(error) = descriptors {
                 let error = report::chain(&error);
                 log::warn!("Cannot hand drive {path} over, so the next server resets it: {error}");
             }
-            resting.drives.push(drive);
+            quiesced.drives.push(drive);
         }
-        resting
+        quiesced
     }
 }
 

@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn dma_region_comes_with_its_file() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     let (tracer, fd) = DescriptorTracer::new();
     // A user-space driver uses its virtual addresses as IOVAs.
     let payload = dma_map(
@@ -13,11 +13,11 @@ fn dma_region_comes_with_its_file() {
         0x7fff_ffe0_0000,
         0x20_0000,
     );
-    let reply = talk.request_with_fds(VfioUserCommand::DMA_MAP, &payload, &[fd.as_raw_fd()]);
+    let reply = session.request_with_fds(VfioUserCommand::DMA_MAP, &payload, &[fd.as_raw_fd()]);
     assert_eq!((reply.errno(), reply.payload.len()), (0, 0));
     drop(fd);
 
-    let map = &talk.device.maps[0];
+    let map = &session.device.maps[0];
     assert_eq!((map.iova, map.size), (0x7fff_ffe0_0000, 0x20_0000));
     assert!(map.readable && map.writable);
     assert_eq!(map.memory.as_ref().unwrap().offset, 0x3000);
@@ -25,25 +25,26 @@ fn dma_region_comes_with_its_file() {
 
     let (extra, again) = DescriptorTracer::new();
     let payload = dma_unmap(0, 0x7fff_ffe0_0000, 0x20_0000);
-    let reply = talk.request_with_fds(VfioUserCommand::DMA_UNMAP, &payload, &[again.as_raw_fd()]);
+    let reply =
+        session.request_with_fds(VfioUserCommand::DMA_UNMAP, &payload, &[again.as_raw_fd()]);
     drop(again);
     assert_eq!((reply.errno(), &reply.payload), (0, &payload));
-    assert!(talk.device.maps.is_empty());
+    assert!(session.device.maps.is_empty());
     assert!(tracer.is_closed() && extra.is_closed());
 }
 
 #[test]
 fn dma_region_without_a_file_is_taken() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
-    let reply = talk.request(
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let reply = session.request(
         VfioUserCommand::DMA_MAP,
         &dma_map(DmaMap::READ, 0, 0xfffc_0000, 0x4_0000),
     );
     assert_eq!(reply.errno(), 0);
-    let map = &talk.device.maps[0];
+    let map = &session.device.maps[0];
     assert!(map.memory.is_none() && map.readable && !map.writable);
     // The mapping reaches the end of the address space.
-    let reply = talk.request(
+    let reply = session.request(
         VfioUserCommand::DMA_MAP,
         &dma_map(3, 0, u64::MAX - 0xfff, 0x1000),
     );
@@ -52,34 +53,34 @@ fn dma_region_without_a_file_is_taken() {
 
 #[test]
 fn dma_unmap_returns_the_unmapped_size() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
-    let nothing: DmaUnmap = talk
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let nothing: DmaUnmap = session
         .request(VfioUserCommand::DMA_UNMAP, &dma_unmap(0, 0, 0x1000))
         .read();
     assert_eq!(nothing.size.get(), 0);
     for address in [0, 0x1000, 0x10000] {
-        talk.request(VfioUserCommand::DMA_MAP, &dma_map(3, 0, address, 0x1000));
+        session.request(VfioUserCommand::DMA_MAP, &dma_map(3, 0, address, 0x1000));
     }
-    let one: DmaUnmap = talk
+    let one: DmaUnmap = session
         .request(VfioUserCommand::DMA_UNMAP, &dma_unmap(0, 0, 0x1000))
         .read();
     assert_eq!((one.address.get(), one.size.get()), (0, 0x1000));
-    let all = talk.request(VfioUserCommand::DMA_UNMAP, &dma_unmap(DmaUnmap::ALL, 0, 0));
+    let all = session.request(VfioUserCommand::DMA_UNMAP, &dma_unmap(DmaUnmap::ALL, 0, 0));
     assert_eq!(all.payload.len(), 24);
     assert_eq!(all.read::<DmaUnmap>().size.get(), 0x2000);
-    assert!(talk.device.maps.is_empty());
+    assert!(session.device.maps.is_empty());
 }
 
 #[test]
 fn dma_commands_that_are_not_allowed_are_refused() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     let (tracer, fd) = DescriptorTracer::new();
     let one = [fd.as_raw_fd()];
     let two = [fd.as_raw_fd(), fd.as_raw_fd()];
     let mut small_argsz = dma_map(3, 0, 0, 0x1000);
     small_argsz[0] = 31;
     let mut check = |command, payload: &[u8], fds: &[RawFd], errno| {
-        let reply = talk.request_with_fds(command, payload, fds);
+        let reply = session.request_with_fds(command, payload, fds);
         assert_eq!(reply.errno(), errno, "{command} {payload:?}");
     };
     for (payload, fds, errno) in [
@@ -111,5 +112,5 @@ fn dma_commands_that_are_not_allowed_are_refused() {
     }
     drop(fd);
     assert!(tracer.is_closed());
-    assert_eq!(talk.device.maps.len(), 1);
+    assert_eq!(session.device.maps.len(), 1);
 }

@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn interrupt_types_are_told() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     let request = |index: u32, argsz: u32| {
         let request = IrqInfoPayload {
             argsz: argsz.into(),
@@ -14,7 +14,7 @@ fn interrupt_types_are_told() {
         request.as_bytes().to_vec()
     };
     for (index, count) in [(0, 0), (1, 0), (2, MSIX_VECTORS), (3, 1), (4, 1)] {
-        let reply = talk.request(VfioUserCommand::DEVICE_GET_IRQ_INFO, &request(index, 16));
+        let reply = session.request(VfioUserCommand::DEVICE_GET_IRQ_INFO, &request(index, 16));
         assert_eq!(reply.payload.len(), 16);
         let info: IrqInfoPayload = reply.read();
         assert_eq!((info.argsz.get(), info.index.get()), (16, index));
@@ -29,21 +29,21 @@ fn interrupt_types_are_told() {
         );
     }
     for (index, argsz) in [(5, 16), (u32::MAX, 16), (2, 15)] {
-        let reply = talk.request(VfioUserCommand::DEVICE_GET_IRQ_INFO, &request(index, argsz));
+        let reply = session.request(VfioUserCommand::DEVICE_GET_IRQ_INFO, &request(index, argsz));
         assert_eq!(reply.errno(), EINVAL);
     }
 }
 
 #[test]
 fn interrupts_are_connected_and_disconnected() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     // Connects all vectors by one message, which exceeds `max_msg_fds`, as Cloud Hypervisor does.
     let (tracers, fds) = tracers(MSIX_VECTORS as usize);
     let payload = irq_set(CONNECT, IrqIndex::Msix, 0, MSIX_VECTORS);
-    let reply = talk.request_with_fds(VfioUserCommand::DEVICE_SET_IRQS, &payload, &raw(&fds));
+    let reply = session.request_with_fds(VfioUserCommand::DEVICE_SET_IRQS, &payload, &raw(&fds));
     assert_eq!((reply.errno(), reply.payload.len()), (0, 0));
     drop(fds);
-    let command = talk.device.irqs.pop().unwrap();
+    let command = session.device.irqs.pop().unwrap();
     assert_eq!(
         (command.index, command.action),
         (IrqIndex::Msix, IrqAction::Trigger)
@@ -58,22 +58,22 @@ fn interrupts_are_connected_and_disconnected() {
     assert!(tracers.iter().all(DescriptorTracer::is_closed));
 
     // QEMU connects a part of the vectors, and disconnects the other vectors by messages without descriptors.
-    let reply = talk.request(
+    let reply = session.request(
         VfioUserCommand::DEVICE_SET_IRQS,
         &irq_set(CONNECT, IrqIndex::Msix, 16, 4),
     );
     assert_eq!(reply.errno(), 0);
-    let command = talk.device.irqs.pop().unwrap();
+    let command = session.device.irqs.pop().unwrap();
     assert!(matches!(command.data, IrqData::Disconnect));
     assert_eq!((command.start, command.count), (16, 4));
     let none = IrqSet::DATA_NONE | IrqSet::ACTION_TRIGGER;
     for index in IrqIndex::ALL {
-        let reply = talk.request(
+        let reply = session.request(
             VfioUserCommand::DEVICE_SET_IRQS,
             &irq_set(none, index, 0, 0),
         );
         assert_eq!(reply.errno(), 0);
-        let command = talk.device.irqs.pop().unwrap();
+        let command = session.device.irqs.pop().unwrap();
         assert!(matches!(command.data, IrqData::None));
         assert_eq!((command.index, command.count), (index, 0));
     }
@@ -81,31 +81,33 @@ fn interrupts_are_connected_and_disconnected() {
 
 #[test]
 fn interrupts_are_masked_and_triggered() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     let bools = IrqSet::DATA_BOOL | IrqSet::ACTION_MASK;
     let payload = [irq_set(bools, IrqIndex::Msix, 1, 3), vec![1, 0, 7]].concat();
     assert_eq!(
-        talk.request(VfioUserCommand::DEVICE_SET_IRQS, &payload)
+        session
+            .request(VfioUserCommand::DEVICE_SET_IRQS, &payload)
             .errno(),
         0
     );
-    let command = talk.device.irqs.pop().unwrap();
+    let command = session.device.irqs.pop().unwrap();
     assert_eq!(command.action, IrqAction::Mask);
     assert!(matches!(command.data, IrqData::Bools(which) if which == [true, false, true]));
 
     let unmask = IrqSet::DATA_NONE | IrqSet::ACTION_UNMASK;
     let payload = irq_set(unmask, IrqIndex::Req, 0, 1);
     assert_eq!(
-        talk.request(VfioUserCommand::DEVICE_SET_IRQS, &payload)
+        session
+            .request(VfioUserCommand::DEVICE_SET_IRQS, &payload)
             .errno(),
         0
     );
-    assert_eq!(talk.device.irqs.pop().unwrap().action, IrqAction::Unmask);
+    assert_eq!(session.device.irqs.pop().unwrap().action, IrqAction::Unmask);
 }
 
 #[test]
 fn absent_interrupts_are_refused_and_their_fds_closed() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     let (tracers, fds) = tracers(2);
     let msix = IrqIndex::Msix;
     let none = IrqSet::DATA_NONE;
@@ -143,10 +145,11 @@ fn absent_interrupts_are_refused_and_their_fds_closed() {
         no_index,
         vec![20; 19],
     ] {
-        let reply = talk.request_with_fds(VfioUserCommand::DEVICE_SET_IRQS, &payload, &raw(&fds));
+        let reply =
+            session.request_with_fds(VfioUserCommand::DEVICE_SET_IRQS, &payload, &raw(&fds));
         assert_eq!(reply.errno(), EINVAL, "{payload:?}");
     }
     drop(fds);
     assert!(tracers.iter().all(DescriptorTracer::is_closed));
-    assert!(talk.device.irqs.is_empty());
+    assert!(session.device.irqs.is_empty());
 }

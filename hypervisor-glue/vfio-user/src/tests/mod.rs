@@ -91,7 +91,7 @@ fn raw(fds: &[OwnedFd]) -> Vec<RawFd> {
 
 #[test]
 fn version_comes_first_and_once() {
-    let mut talk = SessionFixture::begin(RecordingDevice::new());
+    let mut session = SessionFixture::begin(RecordingDevice::new());
     // A command before the version message is refused, and can be sent again later.
     for (command, payload) in [
         (VfioUserCommand::DEVICE_RESET, vec![]),
@@ -100,26 +100,29 @@ fn version_comes_first_and_once() {
         (VfioUserCommand::DMA_MAP, dma_map(DmaMap::READ, 0, 0, 4096)),
         (VfioUserCommand(99), vec![1, 2, 3]),
     ] {
-        let errno = talk.request(command, &payload).errno();
+        let errno = session.request(command, &payload).errno();
         assert!(
             errno == EINVAL || command == VfioUserCommand(99),
             "{command}"
         );
     }
-    assert_eq!(talk.device.resets, 0);
-    assert!(talk.device.accesses.is_empty());
+    assert_eq!(session.device.resets, 0);
+    assert!(session.device.accesses.is_empty());
 
     // An invalid version message is refused, and a valid one may follow.
     assert_eq!(
-        talk.request(VfioUserCommand::VERSION, &[0, 0, 1]).errno(),
-        EINVAL
-    );
-    assert_eq!(
-        talk.request(VfioUserCommand::VERSION, b"\0\0\x01\0{")
+        session
+            .request(VfioUserCommand::VERSION, &[0, 0, 1])
             .errno(),
         EINVAL
     );
-    let reply = talk.request(
+    assert_eq!(
+        session
+            .request(VfioUserCommand::VERSION, b"\0\0\x01\0{")
+            .errno(),
+        EINVAL
+    );
+    let reply = session.request(
         VfioUserCommand::VERSION,
         b"\0\0\x05\0{\"capabilities\":{}}\0",
     );
@@ -128,42 +131,46 @@ fn version_comes_first_and_once() {
     assert_eq!(reply.payload.last(), Some(&0));
 
     assert_eq!(
-        talk.request(VfioUserCommand::VERSION, &[0, 0, 1, 0])
+        session
+            .request(VfioUserCommand::VERSION, &[0, 0, 1, 0])
             .errno(),
         EINVAL
     );
-    assert_eq!(talk.request(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
-    assert_eq!(talk.device.resets, 1);
+    assert_eq!(
+        session.request(VfioUserCommand::DEVICE_RESET, &[]).errno(),
+        0
+    );
+    assert_eq!(session.device.resets, 1);
 }
 
 #[test]
 fn another_major_version_ends_the_connection_with_an_error() {
-    let mut talk = SessionFixture::begin(RecordingDevice::new());
-    let message = talk.message(VfioUserCommand::VERSION, &[1, 0, 0, 0]);
-    std::io::Write::write_all(&mut &talk.client, &message).unwrap();
-    assert_eq!(talk.run(), SessionReadiness::Ended);
-    assert_eq!(talk.receive_reply().unwrap().errno(), ENOTSUP);
-    assert!(talk.closes_for_client());
+    let mut session = SessionFixture::begin(RecordingDevice::new());
+    let message = session.message(VfioUserCommand::VERSION, &[1, 0, 0, 0]);
+    std::io::Write::write_all(&mut &session.client, &message).unwrap();
+    assert_eq!(session.run(), SessionReadiness::Ended);
+    assert_eq!(session.receive_reply().unwrap().errno(), ENOTSUP);
+    assert!(session.closes_for_client());
 }
 
 #[test]
 fn reset_is_harmless_right_after_version() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     for resets in 1..=3 {
-        let reply = talk.request(VfioUserCommand::DEVICE_RESET, &[]);
+        let reply = session.request(VfioUserCommand::DEVICE_RESET, &[]);
         assert_eq!((reply.errno(), reply.payload.len()), (0, 0));
-        assert_eq!(talk.device.resets, resets);
+        assert_eq!(session.device.resets, resets);
     }
 }
 
 #[test]
 fn device_info_is_a_pci_function_with_nine_regions_and_five_interrupt_types() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     // Cloud Hypervisor's client sends an `argsz` of 32.
     for argsz in [16_u32, 32, u32::MAX] {
         let mut payload = [0; 16];
         payload[..4].copy_from_slice(argsz.as_bytes());
-        let reply = talk.request(VfioUserCommand::DEVICE_GET_INFO, &payload);
+        let reply = session.request(VfioUserCommand::DEVICE_GET_INFO, &payload);
         assert_eq!(reply.payload.len(), 16);
         let info: DeviceInfo = reply.read();
         assert_eq!(info.argsz.get(), 16);
@@ -171,7 +178,7 @@ fn device_info_is_a_pci_function_with_nine_regions_and_five_interrupt_types() {
         assert_eq!(info.num_regions.get(), NUM_REGIONS);
         assert_eq!(info.num_irqs.get(), NUM_IRQS);
     }
-    let short = talk.request(
+    let short = session.request(
         VfioUserCommand::DEVICE_GET_INFO,
         &[15, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
     );
@@ -179,7 +186,8 @@ fn device_info_is_a_pci_function_with_nine_regions_and_five_interrupt_types() {
     let mut payload = [0; 16];
     payload[0] = 15;
     assert_eq!(
-        talk.request(VfioUserCommand::DEVICE_GET_INFO, &payload)
+        session
+            .request(VfioUserCommand::DEVICE_GET_INFO, &payload)
             .errno(),
         EINVAL
     );
@@ -187,7 +195,7 @@ fn device_info_is_a_pci_function_with_nine_regions_and_five_interrupt_types() {
 
 #[test]
 fn errno_of_the_device_reaches_the_client() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     let (tracer, fd) = DescriptorTracer::new();
     for (command, payload) in [
         (VfioUserCommand::DMA_MAP, dma_map(3, 0, 0, 0x1000)),
@@ -197,8 +205,8 @@ fn errno_of_the_device_reaches_the_client() {
             irq_set(CONNECT, IrqIndex::Msix, 0, 1),
         ),
     ] {
-        talk.device.next_errno = Some(libc::EEXIST);
-        let reply = talk.request_with_fds(command, &payload, &[fd.as_raw_fd()]);
+        session.device.next_errno = Some(libc::EEXIST);
+        let reply = session.request_with_fds(command, &payload, &[fd.as_raw_fd()]);
         assert_eq!(reply.errno(), libc::EEXIST as u32, "{command}");
     }
     drop(fd);
@@ -207,21 +215,24 @@ fn errno_of_the_device_reaches_the_client() {
 
 #[test]
 fn unsupported_commands_return_enotsup() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     for number in [0, 11, 12, 14, 16, 17, 18, 19, 0x7fff, u16::MAX] {
         for payload in [&[][..], &[0; 8], &[0xff; 4096]] {
             assert_eq!(
-                talk.request(VfioUserCommand(number), payload).errno(),
+                session.request(VfioUserCommand(number), payload).errno(),
                 ENOTSUP
             );
         }
     }
-    assert_eq!(talk.request(VfioUserCommand::DEVICE_RESET, &[]).errno(), 0);
+    assert_eq!(
+        session.request(VfioUserCommand::DEVICE_RESET, &[]).errno(),
+        0
+    );
 }
 
 #[test]
 fn file_descriptors_that_no_command_wants_are_closed() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     let (tracer, fd) = DescriptorTracer::new();
     for (command, payload) in [
         (VfioUserCommand::REGION_READ, access(0, 0, 4)),
@@ -230,7 +241,7 @@ fn file_descriptors_that_no_command_wants_are_closed() {
         (VfioUserCommand::DEVICE_GET_REGION_INFO, region_info(0, 32)),
         (VfioUserCommand(77), vec![]),
     ] {
-        talk.request_with_fds(command, &payload, &[fd.as_raw_fd(); 5]);
+        session.request_with_fds(command, &payload, &[fd.as_raw_fd(); 5]);
     }
     drop(fd);
     assert!(tracer.is_closed());

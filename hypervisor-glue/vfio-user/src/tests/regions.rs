@@ -4,9 +4,9 @@ use super::*;
 
 #[test]
 fn every_region_has_an_answer() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     for index in 0..NUM_REGIONS {
-        let reply = talk.request(
+        let reply = session.request(
             VfioUserCommand::DEVICE_GET_REGION_INFO,
             &region_info(index, 32),
         );
@@ -29,21 +29,21 @@ fn every_region_has_an_answer() {
         assert_eq!(info.flags.get(), flags);
     }
     for index in [NUM_REGIONS, u32::MAX] {
-        let reply = talk.request(
+        let reply = session.request(
             VfioUserCommand::DEVICE_GET_REGION_INFO,
             &region_info(index, 32),
         );
         assert_eq!(reply.errno(), EINVAL);
     }
-    let reply = talk.request(VfioUserCommand::DEVICE_GET_REGION_INFO, &region_info(0, 31));
+    let reply = session.request(VfioUserCommand::DEVICE_GET_REGION_INFO, &region_info(0, 31));
     assert_eq!(reply.errno(), EINVAL);
 }
 
 #[test]
 fn mappable_area_is_told_when_argsz_has_room_for_all_of_it() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::mappable());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::mappable());
     for argsz in [32, 33, 63] {
-        let reply = talk.request(
+        let reply = session.request(
             VfioUserCommand::DEVICE_GET_REGION_INFO,
             &region_info(0, argsz),
         );
@@ -55,7 +55,7 @@ fn mappable_area_is_told_when_argsz_has_room_for_all_of_it() {
         assert_eq!(info.cap_offset.get(), 0);
     }
     for argsz in [64, 65, 4064, u32::MAX] {
-        let reply = talk.request(
+        let reply = session.request(
             VfioUserCommand::DEVICE_GET_REGION_INFO,
             &region_info(0, argsz),
         );
@@ -76,10 +76,10 @@ fn mappable_area_is_told_when_argsz_has_room_for_all_of_it() {
 
 #[test]
 fn region_info_request_may_be_as_long_as_the_reply_it_wants() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::mappable());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::mappable());
     let mut payload = region_info(0, 4064);
     payload.resize(4064, 0);
-    let reply = talk.request(VfioUserCommand::DEVICE_GET_REGION_INFO, &payload);
+    let reply = session.request(VfioUserCommand::DEVICE_GET_REGION_INFO, &payload);
     assert_eq!(
         (reply.errno(), reply.payload.len(), reply.fds.len()),
         (0, 64, 1)
@@ -88,10 +88,10 @@ fn region_info_request_may_be_as_long_as_the_reply_it_wants() {
 
 #[test]
 fn client_that_takes_no_fds_is_not_offered_a_mapping() {
-    let mut talk = SessionFixture::begin(RecordingDevice::mappable());
+    let mut session = SessionFixture::begin(RecordingDevice::mappable());
     let data = b"\0\0\x01\0{\"capabilities\":{\"max_msg_fds\":0}}\0";
-    assert_eq!(talk.request(VfioUserCommand::VERSION, data).errno(), 0);
-    let reply = talk.request(
+    assert_eq!(session.request(VfioUserCommand::VERSION, data).errno(), 0);
+    let reply = session.request(
         VfioUserCommand::DEVICE_GET_REGION_INFO,
         &region_info(0, 4064),
     );
@@ -101,7 +101,7 @@ fn client_that_takes_no_fds_is_not_offered_a_mapping() {
 
 #[test]
 fn regions_have_no_io_fds() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     let request = |index: u32, argsz: u32| {
         let request = RegionIoFds {
             argsz: argsz.into(),
@@ -110,13 +110,13 @@ fn regions_have_no_io_fds() {
         };
         request.as_bytes().to_vec()
     };
-    let reply = talk.request(VfioUserCommand::DEVICE_GET_REGION_IO_FDS, &request(2, 4096));
+    let reply = session.request(VfioUserCommand::DEVICE_GET_REGION_IO_FDS, &request(2, 4096));
     assert_eq!((reply.payload.len(), reply.fds.len()), (16, 0));
     let none: RegionIoFds = reply.read();
     assert_eq!((none.argsz.get(), none.index.get()), (16, 2));
     assert_eq!((none.flags.get(), none.count.get()), (0, 0));
     for (index, argsz) in [(9, 16), (0, 15)] {
-        let reply = talk.request(
+        let reply = session.request(
             VfioUserCommand::DEVICE_GET_REGION_IO_FDS,
             &request(index, argsz),
         );
@@ -126,41 +126,41 @@ fn regions_have_no_io_fds() {
 
 #[test]
 fn registers_are_read_and_written_in_any_size() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     for size in [1, 2, 4, 8, 16, 4096] {
         let data: Vec<u8> = (0..size).map(|byte| byte as u8 ^ 0x5a).collect();
-        let reply = talk.request(VfioUserCommand::REGION_WRITE, &write(0, 8, &data));
+        let reply = session.request(VfioUserCommand::REGION_WRITE, &write(0, 8, &data));
         assert_eq!(
             (reply.errno(), &reply.payload),
             (0, &access(0, 8, size as u32))
         );
-        assert_eq!(talk.device.bar0[8..][..size], data);
+        assert_eq!(session.device.bar0[8..][..size], data);
 
-        let reply = talk.request(VfioUserCommand::REGION_READ, &access(0, 8, size as u32));
+        let reply = session.request(VfioUserCommand::REGION_READ, &access(0, 8, size as u32));
         assert_eq!((reply.errno(), reply.payload), (0, write(0, 8, &data)));
     }
     // Config space is read in words, whatever the Command register says.
-    let reply = talk.request(VfioUserCommand::REGION_READ, &access(7, 4, 2));
+    let reply = session.request(VfioUserCommand::REGION_READ, &access(7, 4, 2));
     assert_eq!(reply.errno(), 0);
     assert_eq!(
-        talk.device.accesses.last(),
+        session.device.accesses.last(),
         Some(&(RegionIndex::Config, 4, 2))
     );
 
     // An empty access does not reach the device, whether or not the region exists.
-    talk.device.accesses.clear();
+    session.device.accesses.clear();
     for region in [0, 2] {
-        let reply = talk.request(VfioUserCommand::REGION_READ, &access(region, 0, 0));
+        let reply = session.request(VfioUserCommand::REGION_READ, &access(region, 0, 0));
         assert_eq!((reply.errno(), reply.payload.len()), (0, 16));
-        let reply = talk.request(VfioUserCommand::REGION_WRITE, &access(region, 0, 0));
+        let reply = session.request(VfioUserCommand::REGION_WRITE, &access(region, 0, 0));
         assert_eq!((reply.errno(), reply.payload.len()), (0, 16));
     }
-    assert!(talk.device.accesses.is_empty());
+    assert!(session.device.accesses.is_empty());
 }
 
 #[test]
 fn reads_of_nothing_are_all_ones_and_never_an_error() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     for (region, offset, count) in [
         (0, BAR0_SIZE, 4),
         (0, BAR0_SIZE - 4, 8),
@@ -174,13 +174,13 @@ fn reads_of_nothing_are_all_ones_and_never_an_error() {
         (u32::MAX, u64::MAX, 4),
         (0, 0, MAX_DATA_XFER_SIZE),
     ] {
-        let message = talk.message(VfioUserCommand::REGION_READ, &access(region, offset, count));
-        std::io::Write::write_all(&mut &talk.client, &message).unwrap();
+        let message = session.message(VfioUserCommand::REGION_READ, &access(region, offset, count));
+        std::io::Write::write_all(&mut &session.client, &message).unwrap();
         let mut reply = Vec::new();
         while reply.len() < VfioUserHeader::SIZE + 16 + count as usize {
-            talk.run();
+            session.run();
             let mut buffer = vec![0; 1 << 16];
-            let read = std::io::Read::read(&mut &talk.client, &mut buffer).unwrap();
+            let read = std::io::Read::read(&mut &session.client, &mut buffer).unwrap();
             reply.extend_from_slice(&buffer[..read]);
         }
         assert_eq!(reply[8], 1, "a reply, no error");
@@ -188,25 +188,25 @@ fn reads_of_nothing_are_all_ones_and_never_an_error() {
         assert!(reply[32..].iter().all(|&byte| byte == 0xff));
         assert_eq!(reply.len(), 32 + count as usize);
     }
-    assert!(talk.device.accesses.is_empty());
+    assert!(session.device.accesses.is_empty());
 }
 
 #[test]
 fn writes_to_nothing_are_ignored_and_never_an_error() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     for (region, offset) in [(0, BAR0_SIZE - 3), (0, u64::MAX), (3, 0), (9, 0)] {
-        let reply = talk.request(
+        let reply = session.request(
             VfioUserCommand::REGION_WRITE,
             &write(region, offset, &[1; 4]),
         );
         assert_eq!((reply.errno(), reply.payload.len()), (0, 16));
     }
-    assert!(talk.device.accesses.is_empty());
+    assert!(session.device.accesses.is_empty());
 }
 
 #[test]
 fn accesses_that_contradict_themselves_are_refused() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     let too_many = access(0, 0, MAX_DATA_XFER_SIZE + 1);
     for (command, payload) in [
         (VfioUserCommand::REGION_READ, &too_many[..]),
@@ -222,14 +222,15 @@ fn accesses_that_contradict_themselves_are_refused() {
         (VfioUserCommand::REGION_WRITE, &[]),
     ] {
         assert_eq!(
-            talk.request(command, payload).errno(),
+            session.request(command, payload).errno(),
             EINVAL,
             "{payload:?}"
         );
     }
-    assert!(talk.device.accesses.is_empty());
+    assert!(session.device.accesses.is_empty());
     assert_eq!(
-        talk.request(VfioUserCommand::REGION_READ, &access(0, 0, 4))
+        session
+            .request(VfioUserCommand::REGION_READ, &access(0, 0, 4))
             .errno(),
         0
     );
@@ -252,14 +253,14 @@ fn single(offset: u64, count: u32, data: [u8; 8]) -> SingleWrite {
 
 #[test]
 fn several_writes_come_in_one_message() {
-    let mut talk = SessionFixture::begin_negotiated(RecordingDevice::new());
+    let mut session = SessionFixture::begin_negotiated(RecordingDevice::new());
     let writes = [
         single(0x10, 4, [1; 8]),
         single(BAR0_SIZE, 8, [2; 8]),
         single(0x20, 8, [3; 8]),
         single(0x30, 0, [4; 8]),
     ];
-    let reply = talk.request(
+    let reply = session.request(
         VfioUserCommand::REGION_WRITE_MULTI,
         &write_multi(4, &writes),
     );
@@ -267,8 +268,8 @@ fn several_writes_come_in_one_message() {
         (reply.errno(), reply.payload),
         (0, 4_u64.as_bytes().to_vec())
     );
-    assert_eq!(talk.device.bar0[0x10..0x15], [1, 1, 1, 1, 0x14]);
-    assert_eq!(talk.device.bar0[0x20..0x28], [3; 8]);
+    assert_eq!(session.device.bar0[0x10..0x15], [1, 1, 1, 1, 0x14]);
+    assert_eq!(session.device.bar0[0x20..0x28], [3; 8]);
 
     // QEMU sends as many writes as fit, without a reply.
     let writes = vec![single(0x40, 1, [7; 8]); 200];
@@ -278,12 +279,12 @@ fn several_writes_come_in_one_message() {
         VfioUserHeader::NO_REPLY,
         &write_multi(200, &writes),
     );
-    std::io::Write::write_all(&mut &talk.client, &posted).unwrap();
-    assert_eq!(talk.run(), SessionReadiness::Reading);
-    assert_eq!(talk.device.bar0[0x40], 7);
-    assert!(talk.receive_reply().is_none());
+    std::io::Write::write_all(&mut &session.client, &posted).unwrap();
+    assert_eq!(session.run(), SessionReadiness::Reading);
+    assert_eq!(session.device.bar0[0x40], 7);
+    assert!(session.receive_reply().is_none());
 
-    talk.device.accesses.clear();
+    session.device.accesses.clear();
     for (count, writes) in [
         (2, &writes[..1]),
         (1, &writes[..2]),
@@ -291,11 +292,11 @@ fn several_writes_come_in_one_message() {
         (u64::MAX / 24 + 1, &writes[..1]),
         (2, &[single(0, 1, [0; 8]), single(0, 9, [0; 8])]),
     ] {
-        let reply = talk.request(
+        let reply = session.request(
             VfioUserCommand::REGION_WRITE_MULTI,
             &write_multi(count, writes),
         );
         assert_eq!(reply.errno(), EINVAL);
     }
-    assert!(talk.device.accesses.is_empty(), "all or nothing");
+    assert!(session.device.accesses.is_empty(), "all or nothing");
 }

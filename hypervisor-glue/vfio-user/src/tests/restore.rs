@@ -174,15 +174,16 @@ impl ServerProcesses {
         let path = directory.path().join("kept.sock");
         let supervisor = Arc::new(Mutex::new(SurvivingDescriptors::default()));
         let device = Ledger::new(b"", &supervisor);
-        let journal = RequestLog::new().unwrap();
+        let request_log = RequestLog::new().unwrap();
         let server =
-            VfioUserServer::bind_with_log(&path, SocketAccess::default(), device, journal).unwrap();
+            VfioUserServer::bind_with_log(&path, SocketAccess::default(), device, request_log)
+                .unwrap();
         {
             let mut supervisor = supervisor.lock().unwrap();
             let listener = server.listener().as_fd().try_clone_to_owned();
             supervisor.listener = Some(listener.unwrap());
-            let journal = server.request_log().unwrap().as_fd().try_clone_to_owned();
-            supervisor.request_log = Some(journal.unwrap());
+            let request_log = server.request_log().unwrap().as_fd().try_clone_to_owned();
+            supervisor.request_log = Some(request_log.unwrap());
         }
         let epoll = Epoll::new().unwrap();
         server.watch(&mut &epoll).unwrap();
@@ -203,7 +204,7 @@ impl ServerProcesses {
     }
 
     fn resume(&self) -> Result<(VfioUserServer<Ledger>, Epoll), Error> {
-        let (listener, journal, client) = {
+        let (listener, request_log, client) = {
             let supervisor = self.supervisor.lock().unwrap();
             let client = supervisor.client.as_ref().map(|fd| fd.try_clone().unwrap());
             (
@@ -212,11 +213,11 @@ impl ServerProcesses {
                 client,
             )
         };
-        let (journal, record) = RequestLog::from_predecessor(journal)?;
+        let (request_log, record) = RequestLog::from_predecessor(request_log)?;
         let device = Ledger::new(record.device_state(), &self.supervisor);
         let listener = SocketListener::from_predecessor(&self.path, listener)?;
         let server =
-            VfioUserServer::resume(listener, journal, client.map(UnixStream::from), device)?;
+            VfioUserServer::resume(listener, request_log, client.map(UnixStream::from), device)?;
         let epoll = Epoll::new().unwrap();
         server.watch(&mut &epoll).unwrap();
         Ok((server, epoll))
@@ -454,7 +455,7 @@ fn run_client(
     world.kills = kills.to_vec();
     let null = File::open("/dev/null").unwrap();
     let mut client = world.connect();
-    let mut heard = vec![ReceivedReplies::default()];
+    let mut replies = vec![ReceivedReplies::default()];
     for act in acts {
         match act {
             Send(bytes, fds) => {
@@ -466,9 +467,9 @@ fn run_client(
             }
             Receive => loop {
                 world.run();
-                let before = heard.last().unwrap().bytes.len();
-                heard.last_mut().unwrap().receive(&client);
-                if heard.last().unwrap().bytes.len() == before {
+                let before = replies.last().unwrap().bytes.len();
+                replies.last_mut().unwrap().receive(&client);
+                if replies.last().unwrap().bytes.len() == before {
                     break;
                 }
             },
@@ -482,31 +483,31 @@ fn run_client(
             Close => {
                 client.shutdown(Shutdown::Write).unwrap();
                 world.run();
-                heard.last_mut().unwrap().receive(&client);
+                replies.last_mut().unwrap().receive(&client);
             }
             Connect => {
                 client = world.connect();
-                heard.push(ReceivedReplies::default());
+                replies.push(ReceivedReplies::default());
             }
         }
     }
     world.run();
-    heard.last_mut().unwrap().receive(&client);
+    replies.last_mut().unwrap().receive(&client);
     let entries = world.entries();
     assert!(!world.has_reply(), "each has been sent");
-    (heard, entries, world.deaths)
+    (replies, entries, world.deaths)
 }
 
 /// Runs the client's steps once for each step of the server, at which the server is killed. Returns the number of steps.
 fn at_every_step(acts: &[ClientStep], send_buffer: Option<usize>) -> u32 {
-    let (heard, entries, _) = run_client(acts, send_buffer, &[]);
+    let (replies, entries, _) = run_client(acts, send_buffer, &[]);
     for step in 0.. {
         let (killed, done, deaths) = run_client(acts, send_buffer, &[step]);
         assert!(
-            killed == heard,
+            killed == replies,
             "killed at step {step}: heard {:?}, not {:?}",
             killed.iter().map(ReceivedReplies::ids).collect::<Vec<_>>(),
-            heard.iter().map(ReceivedReplies::ids).collect::<Vec<_>>()
+            replies.iter().map(ReceivedReplies::ids).collect::<Vec<_>>()
         );
         assert_eq!(done, entries, "killed at step {step}");
         if deaths == 0 {
@@ -519,9 +520,9 @@ fn at_every_step(acts: &[ClientStep], send_buffer: Option<usize>) -> u32 {
 #[test]
 fn each_request_is_done_and_answered_once() {
     let acts = interleave(every_kind(), Receive);
-    let (heard, entries, _) = run_client(&acts, None, &[]);
-    assert_eq!(heard[0].ids(), [1, 2, 3, 4, 5, 6, 8, 9, 11]);
-    assert_eq!(heard[0].fds, 1);
+    let (replies, entries, _) = run_client(&acts, None, &[]);
+    assert_eq!(replies[0].ids(), [1, 2, 3, 4, 5, 6, 8, 9, 11]);
+    assert_eq!(replies[0].fds, 1);
     assert_eq!(
         entries,
         "connected;write 4 28;read 8;connect 3;map 0x500000 true;write 64 576;reset;reset;read 5000;"
@@ -582,8 +583,8 @@ fn replies_larger_than_the_socket_are_sent_once() {
 #[test]
 fn reply_with_a_descriptor_behind_a_large_one_is_sent_once() {
     let acts = [version(1), read(2, 30_000), region_info(3), Wait, Receive];
-    let (heard, ..) = run_client(&acts, Some(5000), &[]);
-    assert_eq!((heard[0].ids(), heard[0].fds), (vec![1, 2, 3], 1));
+    let (replies, ..) = run_client(&acts, Some(5000), &[]);
+    assert_eq!((replies[0].ids(), replies[0].fds), (vec![1, 2, 3], 1));
     assert!(at_every_step(&acts, Some(5000)) > 40);
 }
 
@@ -627,9 +628,9 @@ fn the_end_of_each_client_is_reported_once() {
         }
         acts.extend_from_slice(end);
         acts.extend([Receive, Connect, version(11), reset(12, 0), Receive]);
-        let (heard, entries, _) = run_client(&acts, None, &[]);
-        assert!(heard[0].closed, "{number}");
-        assert_eq!(heard[1].ids(), [11, 12], "{number}");
+        let (replies, entries, _) = run_client(&acts, None, &[]);
+        assert!(replies[0].closed, "{number}");
+        assert_eq!(replies[1].ids(), [11, 12], "{number}");
         assert_eq!(entries.matches("disconnected;").count(), 1, "{number}");
         assert!(at_every_step(&acts, None) > 10);
     }
@@ -640,12 +641,12 @@ fn client_that_does_not_read_finds_every_reply_right() {
     let mut acts = vec![version(0)];
     acts.extend((1..=40).map(|id| read(id, 100 + u32::from(id))));
     acts.push(Wait);
-    let (heard, ..) = run_client(&acts, None, &[]);
-    assert_eq!(heard[0].ids(), (0..=40).collect::<Vec<_>>());
+    let (replies, ..) = run_client(&acts, None, &[]);
+    assert_eq!(replies[0].ids(), (0..=40).collect::<Vec<_>>());
     // Each reply has other data, so a reply that is lost or repeated is noticed.
     let (killed, _, deaths) = run_client(&acts, None, &[150, 200, 7, 40]);
     assert_eq!(deaths, 4);
-    assert!(killed == heard);
+    assert!(killed == replies);
 }
 
 #[test]
@@ -739,27 +740,27 @@ fn message_that_comes_in_part_does_not_keep_the_thread_busy() {
     world.run();
     (&client).write_all(&version[20..]).unwrap();
     world.run();
-    let mut heard = ReceivedReplies::default();
-    heard.receive(&client);
-    assert_eq!(heard.ids(), [1]);
+    let mut replies = ReceivedReplies::default();
+    replies.receive(&client);
+    assert_eq!(replies.ids(), [1]);
 }
 
 #[test]
 fn largest_request_is_taken_and_a_larger_one_refused() {
     let most = MAX_CONTROL_PAYLOAD - 16;
     let acts = [version(1), write(2, 0, &vec![1; most]), Receive];
-    let (heard, entries, _) = run_client(&acts, None, &[]);
-    assert_eq!(heard[0].ids(), [1, 2]);
+    let (replies, entries, _) = run_client(&acts, None, &[]);
+    assert_eq!(replies[0].ids(), [1, 2]);
     assert!(entries.ends_with(&format!("write {most} {most};")));
 
     let acts = [version(1), write(2, 0, &vec![1; most + 1]), Receive];
-    let (heard, ..) = run_client(&acts, None, &[]);
-    assert!(heard[0].closed);
+    let (replies, ..) = run_client(&acts, None, &[]);
+    assert!(replies[0].closed);
 
     // The largest read is accepted.
     let acts = [version(1), read(2, MAX_DATA_XFER_SIZE), Receive];
-    let (heard, ..) = run_client(&acts, None, &[]);
-    assert_eq!(heard[0].ids(), [1, 2]);
+    let (replies, ..) = run_client(&acts, None, &[]);
+    assert_eq!(replies[0].ids(), [1, 2]);
 }
 
 #[test]
@@ -782,9 +783,9 @@ fn later_servers_file_is_not_adopted() {
     let listener = copy(&world.supervisor.lock().unwrap().listener);
     if socket::bound_file(&listener).is_ok() {
         let mut other = SocketListener::bind(&world.path).unwrap();
-        let mut kept = SocketListener::from_predecessor(&world.path, listener).unwrap();
-        kept.adopt();
-        drop(kept);
+        let mut restored = SocketListener::from_predecessor(&world.path, listener).unwrap();
+        restored.adopt();
+        drop(restored);
         assert!(world.path.exists());
         assert!(other.accept().unwrap().is_none());
     }
@@ -842,8 +843,8 @@ fn other_files_and_layouts_have_errors_of_their_own() {
     let error = RequestLog::from_predecessor(tempfile::tempfile().unwrap().into()).unwrap_err();
     assert!(matches!(error, RequestLogError::NotARequestLog { .. }));
 
-    let journal = RequestLog::new().unwrap();
-    let file = File::from(journal.as_fd().try_clone_to_owned().unwrap());
+    let request_log = RequestLog::new().unwrap();
+    let file = File::from(request_log.as_fd().try_clone_to_owned().unwrap());
     let error = RequestLog::from_predecessor(file.try_clone().unwrap().into()).unwrap_err();
     assert!(matches!(error, RequestLogError::Empty));
     file.write_all_at(&[2], 8).unwrap();
@@ -890,15 +891,15 @@ proptest! {
         acts.insert(0, version(0));
         acts.push(Receive);
         number_messages(&mut acts);
-        let (heard, entries, _) = run_client(&acts, send_buffer, &[]);
+        let (replies, entries, _) = run_client(&acts, send_buffer, &[]);
         let (killed, done, _) = run_client(&acts, send_buffer, &kills);
-        prop_assert!(killed == heard, "heard {:?}, not {:?}", killed[0].ids(), heard[0].ids());
+        prop_assert!(killed == replies, "heard {:?}, not {:?}", killed[0].ids(), replies[0].ids());
         prop_assert_eq!(done, entries);
     }
 
     /// Overwrites the head with arbitrary bytes, and with a matching commit word.
     #[test]
-    fn random_heads_are_refused_or_taken_up(
+    fn random_heads_are_refused_or_restored(
         mut head in prop::collection::vec(any::<u8>(), 64),
         small in any::<bool>(),
         position in 0_u64..(40 << 20),

@@ -41,14 +41,14 @@ pub struct FunctionFactory {
 }
 
 impl FunctionFactory {
-    /// Creates a factory that creates the function by `make`, and repeats a failed `make` for up to `patience`.
+    /// Creates a factory that creates the function by `make`, and repeats a failed `make` for up to `timeout`.
     pub fn new(
         make: impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + 'static,
-        patience: Duration,
+        timeout: Duration,
     ) -> Self {
         Self {
             make: Box::new(make),
-            timeout: patience,
+            timeout,
         }
     }
 
@@ -65,8 +65,8 @@ impl FunctionFactory {
 
 impl fmt::Debug for FunctionFactory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Remake")
-            .field("patience", &self.timeout)
+        f.debug_struct("FunctionFactory")
+            .field("timeout", &self.timeout)
             .finish_non_exhaustive()
     }
 }

@@ -19,8 +19,8 @@ impl FunctionDevice {
     /// Sets the factory that creates the function again when a hand-over is taken back. [`Self::hand_over`] fails without a
     /// factory.
     #[must_use]
-    pub fn with_factory(mut self, remake: FunctionFactory) -> Self {
-        self.factory = Some(remake);
+    pub fn with_factory(mut self, factory: FunctionFactory) -> Self {
+        self.factory = Some(factory);
         self
     }
 
@@ -61,15 +61,15 @@ impl FunctionDevice {
 
     /// Creates the function again after a hand-over, restores it and resumes it.
     pub(super) fn take_back(&self, slot: &mut DeviceSlot) -> Result<(), DeviceError> {
-        let (handed_over, remake) = match (mem::replace(slot, DeviceSlot::Empty), &self.factory) {
-            (DeviceSlot::HandedOver(handed_over), Some(remake)) => (handed_over, remake),
+        let (handed_over, factory) = match (mem::replace(slot, DeviceSlot::Empty), &self.factory) {
+            (DeviceSlot::HandedOver(handed_over), Some(factory)) => (handed_over, factory),
             (other, _) => {
                 *slot = other;
                 return Ok(());
             }
         };
         let SharedFunctionDevice { id, vmm, .. } = &*self.shared;
-        let function = remake
+        let function = factory
             .create()
             .map_err(|source| DeviceError::TakeBack(id.clone(), source))?;
         let mut state = self.shared.wire(function)?;

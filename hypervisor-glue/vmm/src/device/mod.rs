@@ -124,10 +124,10 @@ impl FunctionDevice {
         &self.shared.id
     }
 
-    /// Calls `look` with the function if the slot has one; returns `None` otherwise.
-    pub fn with_function<T>(&self, look: impl FnOnce(&NvmeFunction) -> T) -> Option<T> {
+    /// Calls `read` with the function if the slot has one; returns `None` otherwise.
+    pub fn with_function<T>(&self, read: impl FnOnce(&NvmeFunction) -> T) -> Option<T> {
         let mut slot = self.shared.slot();
-        slot.function().map(|state| look(&state.function))
+        slot.function().map(|state| read(&state.function))
     }
 
     /// Asks the VMM again for the [vCPU thread](Vmm::vcpu_thread) of each vector. A VMM calls this after a vCPU got another
@@ -157,9 +157,9 @@ impl FunctionDevice {
         let WiredFunction {
             function, routes, ..
         } = state;
-        let moves = routes.write_config(function, offset, data);
+        let bar_moves = routes.write_config(function, offset, data);
         state.update_vmm(&*self.shared.vmm);
-        moves
+        bar_moves
     }
 
     /// Sets a BAR's address, as firmware does. The BAR responds at this address once the guest enables memory accesses in the

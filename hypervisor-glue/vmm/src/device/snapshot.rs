@@ -115,8 +115,8 @@ impl FunctionDevice {
         // The routes are complete before the function is resumed and raises vectors. They are set after a refused restore as
         // well, which may have reset the function.
         routes.update_all(function);
-        let moves = restored?;
+        let bar_moves = restored?;
         state.update_vmm(&*self.shared.vmm);
-        Ok(moves)
+        Ok(bar_moves)
     }
 }

@@ -264,7 +264,7 @@ impl DriveOptions {
             namespace: _,
             timeout: deadline,
             arbitration,
-            adaptive: learning,
+            adaptive: policies,
             profile,
             faults,
             allocation,
@@ -280,7 +280,7 @@ impl DriveOptions {
             ("arbitration", *arbitration != opened.arbitration),
             (
                 "fixed",
-                *learning != AdaptivePolicies::default() && *learning != opened.adaptive,
+                *policies != AdaptivePolicies::default() && *policies != opened.adaptive,
             ),
             ("profile", profile.is_some() && *profile != opened.profile),
             ("faults", faults.is_some() && *faults != opened.faults),
@@ -483,13 +483,13 @@ fn open_physical(
         path: address.to_string(),
         source,
     };
-    let mut kept = PersistedIommu {
+    let mut persisted = PersistedIommu {
         store: supervisor,
         predecessor: None,
     };
     let backing = match restore_leftover_backing(address, left) {
         Ok(Some((backing, left))) => {
-            kept.predecessor = Some(left);
+            persisted.predecessor = Some(left);
             backing
         }
         nothing => {
@@ -499,7 +499,7 @@ fn open_physical(
             }
             // Closes the copies of the predecessor's descriptors that the supervisor has, since the PCI function can be opened
             // only once.
-            if let Some(supervisor) = &kept.store {
+            if let Some(supervisor) = &persisted.store {
                 supervisor
                     .clear()
                     .map_err(|error| failed(ControllerError::Memory(error)))?;
@@ -507,7 +507,7 @@ fn open_physical(
             VfioBacking::open(address)?
         }
     };
-    VfioController::open_persisted(Arc::new(backing), options, threads, kept).map_err(failed)
+    VfioController::open_persisted(Arc::new(backing), options, threads, persisted).map_err(failed)
 }
 
 /// Restores a physical drive that the predecessor handed over.
@@ -696,18 +696,18 @@ pub fn label(
         ..
     } = drive.identity();
     let identity = label.identity(drive.identity(), place).name;
-    let before = || formerly.iter().map(String::as_str).chain([name]);
-    for before in before() {
+    let names = || formerly.iter().map(String::as_str).chain([name]);
+    for names in names() {
         // The label is written before the leases are moved. If the process dies in between, the next use of the labelled drive
         // moves them.
         if !again {
-            ledger.check_idle(before)?;
+            ledger.check_idle(names)?;
         }
     }
     file.write_all_at(&label.to_block(), place).map_err(write)?;
     file.sync_all().map_err(write)?;
-    for before in before() {
-        ledger.carry_over(before, &identity)?;
+    for names in names() {
+        ledger.carry_over(names, &identity)?;
     }
     Ok(label)
 }

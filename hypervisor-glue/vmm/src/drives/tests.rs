@@ -142,16 +142,16 @@ fn drives_of_keys_and_values_are_refused_with_a_reason() {
         };
         open(&path, options).expect_err("refused")
     };
-    let said = |error: OpenDriveError| error.to_string();
-    assert!(said(refused("null:1G", None)).contains("use memory:SIZE or a file"));
-    assert!(said(refused("memory:1G", Some("seed = 1"))).contains("leave faults= out"));
-    assert!(said(refused("/nonexistent/file", None)).contains("truncate -s"));
-    assert!(said(refused("/dev/null", None)).contains("not a regular file"));
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("drive.img");
+    let describe = |error: OpenDriveError| error.to_string();
+    assert!(describe(refused("null:1G", None)).contains("use memory:SIZE or a file"));
+    assert!(describe(refused("memory:1G", Some("seed = 1"))).contains("leave faults= out"));
+    assert!(describe(refused("/nonexistent/file", None)).contains("truncate -s"));
+    assert!(describe(refused("/dev/null", None)).contains("not a regular file"));
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("drive.img");
     fs::write(&path, []).expect("written");
     let path = path.to_str().expect("UTF-8");
-    assert!(said(refused(path, None)).contains("truncate -s 16G"));
+    assert!(describe(refused(path, None)).contains("truncate -s 16G"));
     assert_eq!(fs::metadata(path).expect("there").len(), 0);
 }
 
@@ -308,9 +308,9 @@ impl Host {
     }
 }
 
-fn assert_refused<T: std::fmt::Debug>(result: Result<T, String>, said: &str) {
-    let error = result.expect_err(said);
-    assert!(error.contains(said), "{error}");
+fn assert_refused<T: std::fmt::Debug>(result: Result<T, String>, output: &str) {
+    let error = result.expect_err(output);
+    assert!(error.contains(output), "{error}");
 }
 
 #[test]

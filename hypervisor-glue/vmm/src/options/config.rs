@@ -290,8 +290,8 @@ impl FunctionConfig {
                     profile.is_none_or(|profile| profile.has_state_file())
                 });
                 let has_file = keeps_state && !is_block_device(&file);
-                let folder = file.parent().filter(|_| has_file);
-                files.push((folder.unwrap_or(&file).to_owned(), true));
+                let dir = file.parent().filter(|_| has_file);
+                files.push((dir.unwrap_or(&file).to_owned(), true));
                 // /sys and /proc show the device of a path, and its other users.
                 files.push(("/sys".into(), false));
                 files.push(("/proc".into(), false));
@@ -465,16 +465,16 @@ mod tests {
 
     #[test]
     fn every_key_is_queried() {
-        let mut asked = Vec::new();
+        let mut lookups = Vec::new();
         let config = FunctionConfig::from_keys(|key| {
-            asked.push(key.to_owned());
+            lookups.push(key.to_owned());
             (key == "path").then(|| "null:1G".to_owned())
         });
         assert_eq!(config.expect("valid").state_dir, PathBuf::from(STATE_DIR));
-        asked.sort();
+        lookups.sort();
         let mut keys = FunctionConfig::KEYS.to_vec();
         keys.sort_unstable();
-        assert_eq!(asked, keys);
+        assert_eq!(lookups, keys);
     }
 
     #[test]
@@ -501,9 +501,9 @@ mod tests {
     fn a_configuration_survives_serialization() {
         let pairs = [("path", "/dev/x"), ("queues", "2"), ("state_dir", "/srv/s")];
         let config = config(&pairs).expect("valid");
-        let kept = serde_json::to_string(&config).expect("kept");
-        assert_eq!(kept, r#"{"path":"/dev/x","queues":2,"state_dir":"/srv/s"}"#);
-        let restored: FunctionConfig = serde_json::from_str(&kept).expect("restored");
+        let text = serde_json::to_string(&config).expect("kept");
+        assert_eq!(text, r#"{"path":"/dev/x","queues":2,"state_dir":"/srv/s"}"#);
+        let restored: FunctionConfig = serde_json::from_str(&text).expect("restored");
         assert_eq!(restored, config);
     }
 

@@ -156,15 +156,15 @@ impl FunctionOptions {
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         let mut cautions = Vec::new();
-        let (asked, pairs) = (self.queues, self.queue_pairs());
-        if pairs < asked {
+        let (requested, pairs) = (self.queues, self.queue_pairs());
+        if pairs < requested {
             let bytes = 4 << self.doorbell_stride.dstrd(self.doorbells, pairs);
             let narrower = match self.doorbell_stride {
                 DoorbellStride::Bytes64 => ", or doorbell-stride=4",
                 DoorbellStride::Widest | DoorbellStride::Bytes4 => "",
             };
             cautions.push(format!(
-                "{pairs} of {asked} I/O queue pairs remain, as its Doorbell Buffer holds no more, {bytes} bytes \
+                "{pairs} of {requested} I/O queue pairs remain, as its Doorbell Buffer holds no more, {bytes} bytes \
                  apart; use doorbells=mapped or trap{narrower}"
             ));
         }
@@ -310,7 +310,7 @@ impl FunctionOptions {
         let Some(LeaseSize { size, .. }) = self.size else {
             return Ok(());
         };
-        let needs = |other, why| {
+        let requires = |other, why| {
             Err(OptionError::Needs {
                 key: "size",
                 value: size.to_string(),
@@ -333,7 +333,7 @@ impl FunctionOptions {
             });
         }
         match &self.id {
-            None => needs(
+            None => requires(
                 "id= (or lease=)",
                 "only its name identifies the lease at the next start",
             ),

@@ -26,7 +26,7 @@ impl ParsedFunctionOptions {
         let options = text.to_string().parse()?;
         // If the working directory was removed, relative paths stay relative, and opening them fails.
         let text = match env::current_dir() {
-            Ok(folder) => text.with_absolute_paths(&folder),
+            Ok(dir) => text.with_absolute_paths(&dir),
             Err(_) => text,
         };
         Ok(Self { options, text })

@@ -123,7 +123,7 @@ mod tests {
         assert_eq!(reserved.function, function);
         let limits = reserved.limits.map(|limits| limits.to_string());
         assert_eq!(limits.as_deref(), Some("iops=none"));
-        for (text, complaint) in [
+        for (text, error_message) in [
             ("path=/d,id=a", "\"owner\" is missing"),
             ("path=/d,owner=a:b", "without a group"),
             ("path=/d,owner=a,iops=fast", "as in 20000"),
@@ -132,8 +132,8 @@ mod tests {
             ("id=a,owner=a", "\"path\" is missing"),
         ] {
             let error = text.parse::<LeaseReservation>().unwrap_err();
-            let told = report::chain(&error);
-            assert!(told.contains(complaint), "{told}");
+            let message = report::chain(&error);
+            assert!(message.contains(error_message), "{message}");
         }
     }
 

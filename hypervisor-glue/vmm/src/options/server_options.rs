@@ -247,9 +247,9 @@ impl OptionText {
         pairs.fold(self, |text, (key, value)| text.with_value(key, Some(value)))
     }
 
-    /// Makes relative paths absolute, starting at the directory `folder`.
+    /// Makes relative paths absolute, starting at the directory `dir`.
     #[must_use]
-    pub fn with_absolute_paths(mut self, folder: &Path) -> Self {
+    pub fn with_absolute_paths(mut self, dir: &Path) -> Self {
         for (key, value) in self.0.pairs_mut() {
             let is_path = match key {
                 "socket" => true,
@@ -258,7 +258,7 @@ impl OptionText {
                 "faults" => value != "none",
                 _ => false,
             };
-            if is_path && let Some(path) = folder.join(&*value).to_str() {
+            if is_path && let Some(path) = dir.join(&*value).to_str() {
                 *value = path.to_owned();
             }
         }
@@ -310,33 +310,33 @@ mod tests {
 
     #[test]
     fn a_drive_without_functions_has_the_options_of_its_drive() {
-        let served: ServerDriveOptions = "path=memory:1G,populate=on,timeout=none,lba=4096"
+        let options: ServerDriveOptions = "path=memory:1G,populate=on,timeout=none,lba=4096"
             .parse()
             .unwrap();
-        assert!(served.drive.populate.is_some());
+        assert!(options.drive.populate.is_some());
         let error = "path=memory:1G,queues=2"
             .parse::<ServerDriveOptions>()
             .unwrap_err();
-        let told = report::chain(&error);
-        assert!(told.contains("faults, populate, namespace"), "{told}");
+        let message = report::chain(&error);
+        assert!(message.contains("faults, populate, namespace"), "{message}");
     }
 
     #[test]
     fn a_socket_has_a_mode_and_an_owner() {
-        let served: ServerFunctionOptions =
+        let options: ServerFunctionOptions =
             "socket=/run/a.sock,path=null:1G,mode=0660,owner=qemu:kvm"
                 .parse()
                 .unwrap();
-        assert_eq!(served.mode, Some(0o660));
+        assert_eq!(options.mode, Some(0o660));
         assert_eq!([parse_mode("660"), parse_mode("0007")], [Ok(0o660), Ok(7)]);
         let owner = |user: Option<&str>, group: Option<&str>| SocketOwner {
             user: user.map(str::to_owned),
             group: group.map(str::to_owned),
         };
-        assert_eq!(served.owner, Some(owner(Some("qemu"), Some("kvm"))));
+        assert_eq!(options.owner, Some(owner(Some("qemu"), Some("kvm"))));
         assert_eq!("107".parse(), Ok(owner(Some("107"), None)));
         assert_eq!(":kvm".parse(), Ok(owner(None, Some("kvm"))));
-        for (option, complaint) in [
+        for (option, error_message) in [
             ("mode=0o7", "Option \"mode\" cannot be \"0o7\""),
             ("mode=1777", "660 or 0660"),
             ("mode=+660", "660 or 0660"),
@@ -347,20 +347,20 @@ mod tests {
         ] {
             let text = format!("socket=/run/a.sock,path=null:1G,{option}");
             let error = text.parse::<ServerFunctionOptions>().unwrap_err();
-            let told = report::chain(&error);
-            assert!(told.contains(complaint), "{told}");
+            let message = report::chain(&error);
+            assert!(message.contains(error_message), "{message}");
         }
     }
 
     #[test]
     fn a_drive_accepts_only_drive_keys() {
-        let served: ServerDriveOptions = "path=memory:1G,lba=4096".parse().unwrap();
-        assert_eq!(served.drive.path, DrivePath::Memory(1 << 30));
+        let options: ServerDriveOptions = "path=memory:1G,lba=4096".parse().unwrap();
+        assert_eq!(options.drive.path, DrivePath::Memory(1 << 30));
         for text in ["path=memory:1G,range=0+1G", "path=memory:1G,socket=/a"] {
-            let told = text.parse::<ServerDriveOptions>().unwrap_err().to_string();
+            let message = text.parse::<ServerDriveOptions>().unwrap_err().to_string();
             assert!(
-                told.ends_with(&ServerDriveOptions::KEYS.join(", ")),
-                "{told}"
+                message.ends_with(&ServerDriveOptions::KEYS.join(", ")),
+                "{message}"
             );
         }
         assert!("lba=512".parse::<ServerDriveOptions>().is_err());
@@ -388,7 +388,7 @@ mod tests {
             let after = change.apply_to(before).weight.unwrap_or_default();
             assert_eq!(after.get(), weight);
         }
-        for (change, complaint) in [
+        for (change, error_message) in [
             ("iops=0", "as in 20000"),
             ("bandwidth=fast", "as in 100M"),
             ("queues=3", "the options are iops, bandwidth, weight"),
@@ -397,8 +397,8 @@ mod tests {
             ("weight=1001", "from 1 to 1000, as in 300"),
         ] {
             let error = change.parse::<RateChange>().unwrap_err();
-            let told = report::chain(&error);
-            assert!(told.contains(complaint), "{told}");
+            let message = report::chain(&error);
+            assert!(message.contains(error_message), "{message}");
         }
     }
 
@@ -406,10 +406,10 @@ mod tests {
     fn a_limit_of_bytes_that_is_too_low_for_drivers_is_refused() {
         let path: DrivePath = "/srv/d.img".parse().unwrap();
         let check = |text: &str| text.parse::<RateChange>().unwrap().check(&path);
-        let told = report::chain(&check("bandwidth=100").unwrap_err());
+        let message = report::chain(&check("bandwidth=100").unwrap_err());
         assert!(
-            told.contains("\"bandwidth\" cannot be \"100\"") && told.contains("256K"),
-            "{told}"
+            message.contains("\"bandwidth\" cannot be \"100\"") && message.contains("256K"),
+            "{message}"
         );
         for text in ["bandwidth=256K", "bandwidth=none", "iops=1"] {
             assert!(check(text).is_ok(), "{text}");

@@ -130,15 +130,15 @@ fn every_option_is_understood_in_any_order() {
     let by_size = function("path=/d,size=64G,unit=256M,lease=vm-1");
     assert_eq!(by_size.size, Some(LeaseSize { size, unit }));
     assert_eq!(by_size.id.as_deref(), Some("vm-1"));
-    let served: ServerFunctionOptions = "path=/d,socket=/run/a.sock".parse().unwrap();
-    assert_eq!(served.socket, PathBuf::from("/run/a.sock"));
-    assert_eq!(served.function, function("path=/d"));
+    let server_options: ServerFunctionOptions = "path=/d,socket=/run/a.sock".parse().unwrap();
+    assert_eq!(server_options.socket, PathBuf::from("/run/a.sock"));
+    assert_eq!(server_options.function, function("path=/d"));
 }
 
 #[test]
 fn zones_that_linux_does_not_take_are_named() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("odd.toml");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("odd.toml");
     let profile = "model = \"zns\"\nzone_size = \"96M\"\nzone_capacity = \"96M\"\n\
                    max_open = 1\nmax_active = 1\nappend_limit = \"64K\"\n";
     std::fs::write(&path, profile).unwrap();
@@ -425,10 +425,10 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         assert_eq!(error_text::<FunctionOptions>(text), message);
     }
     for key in ["doorbells", "poll", "fixed", "memory", "data"] {
-        let complaint = error_text::<FunctionOptions>(&format!("path=/d,{key}=never"));
+        let error_message = error_text::<FunctionOptions>(&format!("path=/d,{key}=never"));
         assert!(
-            complaint.starts_with(&format!("Option \"{key}\" cannot be \"never\"\n  ")),
-            "{complaint}"
+            error_message.starts_with(&format!("Option \"{key}\" cannot be \"never\"\n  ")),
+            "{error_message}"
         );
     }
 }
@@ -440,15 +440,15 @@ fn a_socket_has_a_path_that_fits() {
         "Option \"socket\" is missing: add socket=PATH, where the VMM connects"
     );
     let longest = format!("/{}", "x".repeat(106));
-    let served: ServerFunctionOptions = format!("path=/d,socket={longest}").parse().unwrap();
-    assert_eq!(served.socket, PathBuf::from(longest));
+    let options: ServerFunctionOptions = format!("path=/d,socket={longest}").parse().unwrap();
+    assert_eq!(options.socket, PathBuf::from(longest));
     let too_long = format!("/{}", "x".repeat(107));
-    let complaint = error_text::<ServerFunctionOptions>(&format!("path=/d,socket={too_long}"));
+    let message = error_text::<ServerFunctionOptions>(&format!("path=/d,socket={too_long}"));
     assert!(
-        complaint.ends_with(
+        message.ends_with(
             "The path of a socket has at most 107 bytes, this one has 108: use a shorter directory, such as one in \
              /run"
         ),
-        "{complaint}"
+        "{message}"
     );
 }

@@ -35,13 +35,13 @@ struct Host {
 
 impl Host {
     fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        File::create(folder.path().join("drive"))
+        let dir = tempfile::tempdir().unwrap();
+        File::create(dir.path().join("drive"))
             .and_then(|file| file.set_len(1 << 20))
             .unwrap();
         let MemoryRegion { fd, .. } = region();
         Self {
-            dir: folder,
+            dir,
             memory: fd.into(),
             pollers: PollerPool::new(),
         }
@@ -58,29 +58,29 @@ impl Host {
         let options = config.options().unwrap();
         let pollers = self.pollers.clone();
         move || {
-            let attachment = open::open(&options, &ledgers, &pollers, &AtomicBool::new(false))?;
+            let local_backend = open::open(&options, &ledgers, &pollers, &AtomicBool::new(false))?;
             Ok(NvmeFunction::new(
-                Arc::new(attachment),
+                Arc::new(local_backend),
                 MsixMasking::Function,
             ))
         }
     }
 
     /// Creates a VMM that has the drive and the guest's memory.
-    fn vmm(&self, patience: Duration) -> Result<(FunctionDevice, Arc<RecordingVmm>), OpenError> {
+    fn vmm(&self, timeout: Duration) -> Result<(FunctionDevice, Arc<RecordingVmm>), OpenError> {
         let make = self.make();
-        self.vmm_with(make()?, FunctionFactory::new(make, patience))
+        self.vmm_with(make()?, FunctionFactory::new(make, timeout))
     }
 
     fn vmm_with(
         &self,
         function: NvmeFunction,
-        remake: FunctionFactory,
+        factory: FunctionFactory,
     ) -> Result<(FunctionDevice, Arc<RecordingVmm>), OpenError> {
         let vmm = FakeVmm::default();
         let device = FunctionDevice::start("root", function, Arc::new(vmm.clone())).unwrap();
         device.map_memory(self.region()).unwrap();
-        Ok((device.with_factory(remake), vmm.0))
+        Ok((device.with_factory(factory), vmm.0))
     }
 
     /// Creates the VMM that receives the guest.
@@ -165,7 +165,7 @@ const NOTHING: [u32; 2] = [u32::MAX; 2];
 #[test]
 fn a_guest_continues_with_another_vmm() {
     let host = Host::new();
-    let (mut device, mut asked) = host.vmm(Duration::ZERO).unwrap();
+    let (mut device, mut vmm) = host.vmm(Duration::ZERO).unwrap();
     enable_controller(&device);
     create(&device, 1);
     // The pause comes after some of the commands were fetched.
@@ -175,7 +175,7 @@ fn a_guest_continues_with_another_vmm() {
         host.vmm(Duration::ZERO).expect_err("it is leased");
         device.hand_over().unwrap();
         assert_eq!(read_registers(&device), NOTHING);
-        assert!(asked.vectors.lock().unwrap().is_empty(), "given back");
+        assert!(vmm.vectors.lock().unwrap().is_empty(), "given back");
         device.pause().unwrap();
         let saved = device.save().unwrap();
 
@@ -190,7 +190,7 @@ fn a_guest_continues_with_another_vmm() {
         // The source VMM no longer has the drive.
         device.stop().unwrap();
         device.resume().unwrap();
-        (device, asked) = (next, next_asked);
+        (device, vmm) = (next, next_asked);
     }
     host.await_writes(&device, 30..40);
 }
@@ -198,7 +198,7 @@ fn a_guest_continues_with_another_vmm() {
 #[test]
 fn after_a_failed_migration_the_guest_continues_at_its_source() {
     let host = Host::new();
-    let (device, asked) = host.vmm(Duration::ZERO).unwrap();
+    let (device, vmm) = host.vmm(Duration::ZERO).unwrap();
     enable_controller(&device);
     create(&device, 1);
     let running = read_registers(&device);
@@ -210,7 +210,7 @@ fn after_a_failed_migration_the_guest_continues_at_its_source() {
         drop(host.receive(&device.save().unwrap()));
         device.resume().unwrap();
         assert_eq!(read_registers(&device), running);
-        assert!(!asked.vectors.lock().unwrap().is_empty());
+        assert!(!vmm.vectors.lock().unwrap().is_empty());
         host.await_writes(&device, first..first + 10);
     }
     // The control thread serves the function again.
@@ -234,8 +234,8 @@ fn a_drive_released_late_is_attached_again() {
             make()
         }
     };
-    let remake = FunctionFactory::new(counted, Duration::from_secs(60));
-    let (device, _) = host.vmm_with(function, remake).unwrap();
+    let factory = FunctionFactory::new(counted, Duration::from_secs(60));
+    let (device, _) = host.vmm_with(function, factory).unwrap();
     enable_controller(&device);
     create(&device, 1);
     device.pause().unwrap();
@@ -256,7 +256,7 @@ fn a_drive_released_late_is_attached_again() {
 #[test]
 fn a_drive_leased_by_another_is_not_attached_again() {
     let host = Host::new();
-    let (device, asked) = host.vmm(Duration::ZERO).unwrap();
+    let (device, vmm) = host.vmm(Duration::ZERO).unwrap();
     enable_controller(&device);
     create(&device, 1);
     device.pause().unwrap();
@@ -276,7 +276,7 @@ fn a_drive_leased_by_another_is_not_attached_again() {
     // The drive could not be taken back, so each access of the guest finds an empty slot.
     for _ in 0..2 {
         assert_eq!(read_registers(&device), NOTHING);
-        assert!(asked.vectors.lock().unwrap().is_empty());
+        assert!(vmm.vectors.lock().unwrap().is_empty());
         device.write_bar(Bar::Registers, DOORBELLS + 8, &1_u32.to_le_bytes());
         device.map_memory(region()).unwrap();
         assert_eq!(device.unmap_memory(Gpa(0), 0x10_0000).unwrap(), 0);
@@ -367,12 +367,12 @@ fn the_pin_comes_back_with_the_drive() {
 #[test]
 fn a_guest_that_was_offered_no_pin_has_none_in_a_vmm_with_one() {
     let host = Host::new();
-    let (device, asked) = host.vmm(Duration::ZERO).unwrap();
+    let (device, vmm) = host.vmm(Duration::ZERO).unwrap();
     enable_controller(&device);
     device.pause().unwrap();
     device.hand_over().unwrap();
     let pin = FakePin::new();
-    *asked.pin.lock().unwrap() = Some(pin.share());
+    *vmm.pin.lock().unwrap() = Some(pin.share());
     device.resume().unwrap();
     for _ in 0..2 {
         let mut interrupt_pin = [0xFF];

@@ -219,17 +219,17 @@ fn device_with_poll(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc
 fn device_with_policies(
     doorbells: DoorbellMode,
     poll: &str,
-    learning: AdaptivePolicies,
+    policies: AdaptivePolicies,
 ) -> (FunctionDevice, Arc<RecordingVmm>) {
     let vmm = FakeVmm::default();
-    (device_with_vmm(&vmm, doorbells, poll, learning), vmm.0)
+    (device_with_vmm(&vmm, doorbells, poll, policies), vmm.0)
 }
 
 fn device_with_vmm(
     vmm: &FakeVmm,
     doorbells: DoorbellMode,
     poll: &str,
-    learning: AdaptivePolicies,
+    policies: AdaptivePolicies,
 ) -> FunctionDevice {
     let drive = drives::open(&"memory:1M".parse().unwrap(), DriveOptions::default()).unwrap();
     let lease = Ledger::in_process()
@@ -243,7 +243,7 @@ fn device_with_vmm(
             previous_data: nvme_lease::PreviousDataPolicy::Kept,
         })
         .unwrap();
-    let attachment = LocalBackend::new(LocalBackendConfig {
+    let local_backend = LocalBackend::new(LocalBackendConfig {
         drive,
         lease,
         queue_pairs: QUEUE_PAIRS,
@@ -252,7 +252,7 @@ fn device_with_vmm(
         doorbell_stride: nvme_guest::DoorbellStride::default(),
         doorbells,
         poll: poll.parse().unwrap(),
-        adaptive: learning,
+        adaptive: policies,
         pollers: PollerPool::new(),
         memory: nvme_guest::MemoryKinds::default(),
         memory_limit: None,
@@ -260,13 +260,13 @@ fn device_with_vmm(
         serial: None,
     })
     .unwrap();
-    let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Function);
+    let function = NvmeFunction::new(Arc::new(local_backend), MsixMasking::Function);
     FunctionDevice::start("test", function, Arc::new(vmm.clone())).unwrap()
 }
 
-/// Runs `look` with the function, which must exist.
-fn with_function<T>(device: &FunctionDevice, look: impl FnOnce(&NvmeFunction) -> T) -> T {
-    device.with_function(look).unwrap()
+/// Runs `read` with the function, which must exist.
+fn with_function<T>(device: &FunctionDevice, read: impl FnOnce(&NvmeFunction) -> T) -> T {
+    device.with_function(read).unwrap()
 }
 
 /// Writes to configuration space. Returns the number of BARs that moved.
@@ -344,16 +344,16 @@ const TAIL: Doorbell = Doorbell::SqTail(QueueId(1));
 
 /// Creates a function with a placed BAR0, an enabled controller and a queue pair. No doorbells are mapped.
 fn running(doorbells: DoorbellMode, poll: &str) -> (FunctionDevice, Arc<RecordingVmm>) {
-    let (device, asked) = device_with_poll(doorbells, poll);
-    run(&device, &asked);
-    (device, asked)
+    let (device, vmm) = device_with_poll(doorbells, poll);
+    run(&device, &vmm);
+    (device, vmm)
 }
 
-fn run(device: &FunctionDevice, asked: &RecordingVmm) {
+fn run(device: &FunctionDevice, vmm: &RecordingVmm) {
     device.map_memory(region()).unwrap();
     enable_controller(device);
     assert_eq!(
-        asked.mapped_addresses(),
+        vmm.mapped_addresses(),
         NO_ADDRESSES,
         "there is no queue yet"
     );
@@ -378,24 +378,24 @@ fn enable_controller(device: &FunctionDevice) {
 }
 
 /// Writes a doorbell repeatedly until writes no longer exit.
-fn write_until_mapped(device: &FunctionDevice, asked: &RecordingVmm) {
+fn write_until_mapped(device: &FunctionDevice, vmm: &RecordingVmm) {
     let offset = DOORBELLS + doorbell_offset(device, TAIL);
     let write = || device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
     wait_until("it is never mapped", write, || {
-        !asked.mapped_addresses().is_empty()
+        !vmm.mapped_addresses().is_empty()
     });
 }
 
 #[test]
 fn doorbells_are_mapped_only_during_io() {
     for mode in [DoorbellMode::Auto, DoorbellMode::Mapped] {
-        let (device, asked) = running(mode, "shared");
+        let (device, vmm) = running(mode, "shared");
         let idle = || std::thread::sleep(Duration::from_millis(1));
         for round in 1..=3 {
-            assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
-            write_until_mapped(&device, &asked);
+            assert_eq!(vmm.mapped_addresses(), NO_ADDRESSES);
+            write_until_mapped(&device, &vmm);
             wait_until("it stays mapped", idle, || {
-                asked.mapped_addresses().is_empty()
+                vmm.mapped_addresses().is_empty()
             });
             // The control thread has the function's lock while it unmaps, so taking the lock waits for the end of the
             // unmapping.
@@ -403,15 +403,15 @@ fn doorbells_are_mapped_only_during_io() {
                 .backend()
                 .io_doorbells()
                 .are_untrapped));
-            let figures = device.doorbell_stats();
-            assert!(figures.mapped >= round && figures.unmapped == figures.mapped);
+            let stats = device.doorbell_stats();
+            assert!(stats.mapped >= round && stats.unmapped == stats.mapped);
         }
     }
 }
 
 #[test]
 fn few_writes_map_nothing() {
-    let (device, asked) = running(DoorbellMode::Auto, "shared");
+    let (device, vmm) = running(DoorbellMode::Auto, "shared");
     let offset = DOORBELLS + doorbell_offset(&device, TAIL);
     for _ in 0..31 {
         device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
@@ -424,7 +424,7 @@ fn few_writes_map_nothing() {
         }
     }
     drop(device);
-    assert_eq!(*asked.maps.lock().unwrap(), 0);
+    assert_eq!(*vmm.maps.lock().unwrap(), 0);
 }
 
 #[test]
@@ -434,8 +434,8 @@ fn busy_pollers_and_fixed_doorbells_keep_doorbells_mapped() {
         ("shared:busy", AdaptivePolicies::default()),
         ("shared", fixed),
     ] {
-        let (device, asked) = device_with_policies(DoorbellMode::Auto, poll, choices);
-        run(&device, &asked);
+        let (device, vmm) = device_with_policies(DoorbellMode::Auto, poll, choices);
+        run(&device, &vmm);
         // The control thread maps the doorbells after it has executed admin commands.
         let wake = || {
             drop(with_function(&device, |function| {
@@ -443,12 +443,12 @@ fn busy_pollers_and_fixed_doorbells_keep_doorbells_mapped() {
             }))
         };
         wait_until("it is never mapped", wake, || {
-            !asked.mapped_addresses().is_empty()
+            !vmm.mapped_addresses().is_empty()
         });
         // This is longer than the time after which the control thread unmaps idle doorbells.
         std::thread::sleep(Duration::from_millis(500));
         trigger_check(&device);
-        assert_eq!(asked.mapped_addresses(), [BAR + DOORBELLS]);
+        assert_eq!(vmm.mapped_addresses(), [BAR + DOORBELLS]);
         with_function(&device, |function| {
             function
                 .backend()
@@ -462,19 +462,19 @@ fn busy_pollers_and_fixed_doorbells_keep_doorbells_mapped() {
                 .unwrap()
         });
         trigger_check(&device);
-        assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
+        assert_eq!(vmm.mapped_addresses(), NO_ADDRESSES);
     }
 }
 
 #[test]
 fn mapped_doorbells_follow_the_bar() {
     // The pollers of this function never sleep, so the doorbells stay mapped.
-    let (device, asked) = running(DoorbellMode::Mapped, "shared:busy");
-    write_until_mapped(&device, &asked);
-    assert_eq!(asked.mapped_addresses(), [BAR + DOORBELLS]);
+    let (device, vmm) = running(DoorbellMode::Mapped, "shared:busy");
+    write_until_mapped(&device, &vmm);
+    assert_eq!(vmm.mapped_addresses(), [BAR + DOORBELLS]);
 
     // The function sees the value that the guest stores in the mapped page.
-    let memory = asked.mapped.lock().unwrap().values().next().cloned();
+    let memory = vmm.mapped.lock().unwrap().values().next().cloned();
     let at = doorbell_offset(&device, TAIL) as usize;
     let page = memory.unwrap();
     page.bytes(at, 4).unwrap().copy_from(&7_u32.to_le_bytes());
@@ -484,9 +484,9 @@ fn mapped_doorbells_follow_the_bar() {
     assert_eq!(seen, 7);
 
     assert_eq!(set_bar_address(&device, BAR0, 0x1_0000_0000), 1);
-    assert_eq!(asked.mapped_addresses(), [0x1_0000_0000 + DOORBELLS]);
+    assert_eq!(vmm.mapped_addresses(), [0x1_0000_0000 + DOORBELLS]);
     configure(&device, COMMAND.0, &[0, 0]);
-    assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
+    assert_eq!(vmm.mapped_addresses(), NO_ADDRESSES);
 }
 
 #[test]
@@ -503,10 +503,10 @@ fn a_reset_leaves_no_doorbell_mapped() {
         ("of the machine", |device| drop(device.reset())),
     ];
     for (what, reset) in resets {
-        let (device, asked) = running(DoorbellMode::Auto, "shared:busy");
-        write_until_mapped(&device, &asked);
+        let (device, vmm) = running(DoorbellMode::Auto, "shared:busy");
+        write_until_mapped(&device, &vmm);
         reset(&device);
-        assert_eq!(asked.mapped_addresses(), NO_ADDRESSES, "{what}");
+        assert_eq!(vmm.mapped_addresses(), NO_ADDRESSES, "{what}");
         assert!(!with_function(&device, |function| function
             .backend()
             .io_doorbells()
@@ -516,16 +516,9 @@ fn a_reset_leaves_no_doorbell_mapped() {
 
 #[test]
 fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
-    let (device, asked) = running(DoorbellMode::Auto, "shared:busy");
-    write_until_mapped(&device, &asked);
-    let page = asked
-        .mapped
-        .lock()
-        .unwrap()
-        .values()
-        .next()
-        .cloned()
-        .unwrap();
+    let (device, vmm) = running(DoorbellMode::Auto, "shared:busy");
+    write_until_mapped(&device, &vmm);
+    let page = vmm.mapped.lock().unwrap().values().next().cloned().unwrap();
     let commands = || with_function(&device, |function| function.admin_stats().commands);
     let before = commands();
     let idle = || std::thread::sleep(Duration::from_millis(1));
@@ -549,7 +542,7 @@ fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
             .unwrap()
     });
     trigger_check(&device);
-    assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
+    assert_eq!(vmm.mapped_addresses(), NO_ADDRESSES);
     wait_until("the admin doorbell is not seen", idle, || {
         commands() == before + 2
     });
@@ -557,45 +550,45 @@ fn admin_doorbells_are_seen_while_they_are_mapped_and_after() {
 
 #[test]
 fn doorbells_that_cannot_be_mapped_still_exit() {
-    let (device, asked) = running(DoorbellMode::Auto, "shared");
-    asked.refuses.store(true, Ordering::Relaxed);
+    let (device, vmm) = running(DoorbellMode::Auto, "shared");
+    vmm.refuses.store(true, Ordering::Relaxed);
     let offset = DOORBELLS + doorbell_offset(&device, TAIL);
     let write = || device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
     wait_until("it is never tried", write, || {
-        *asked.maps.lock().unwrap() == 1
+        *vmm.maps.lock().unwrap() == 1
     });
     for _ in 0..1000 {
         write();
     }
-    let silent = with_function(&device, |function| {
+    let untrapped = with_function(&device, |function| {
         function.backend().io_doorbells().are_untrapped
     });
-    assert!(!silent, "its pollers sleep well");
+    assert!(!untrapped, "its pollers sleep well");
     drop(device);
-    assert_eq!(*asked.maps.lock().unwrap(), 1, "it is not tried again");
+    assert_eq!(*vmm.maps.lock().unwrap(), 1, "it is not tried again");
 }
 
 #[test]
 fn other_doorbells_are_not_mapped() {
     for mode in [DoorbellMode::Shadow, DoorbellMode::Trap] {
-        let (device, asked) = running(mode, "shared:busy");
+        let (device, vmm) = running(mode, "shared:busy");
         let offset = DOORBELLS + doorbell_offset(&device, TAIL);
         for _ in 0..1000 {
             device.write_bar(Bar::Registers, offset, &0_u32.to_le_bytes());
         }
         drop(device);
-        assert_eq!(*asked.maps.lock().unwrap(), 0);
+        assert_eq!(*vmm.maps.lock().unwrap(), 0);
     }
 }
 
 #[test]
 fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
-    let (device, asked) = device(DoorbellMode::Auto);
+    let (device, vmm) = device(DoorbellMode::Auto);
     device.map_memory(region()).unwrap();
     set_bar_address(&device, BAR0, BAR);
     create(&device, 1);
     assert_eq!(
-        asked.registered_offsets(BAR),
+        vmm.registered_offsets(BAR),
         NO_ADDRESSES,
         "the value of a write is needed"
     );
@@ -611,17 +604,17 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
             .unwrap();
     });
     trigger_check(&device);
-    assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
+    assert_eq!(vmm.mapped_addresses(), NO_ADDRESSES);
     // SQ 1 tail and CQ 1 head, each in its own cache line. Admin doorbells never get an ioeventfd.
-    assert_eq!(asked.registered_offsets(BAR), [0x1080, 0x10C0]);
+    assert_eq!(vmm.registered_offsets(BAR), [0x1080, 0x10C0]);
     create(&device, 2);
     assert_eq!(
-        asked.registered_offsets(BAR),
+        vmm.registered_offsets(BAR),
         [0x1080, 0x10C0, 0x1100, 0x1140]
     );
     set_bar_address(&device, BAR0, 2 * BAR);
     assert_eq!(
-        asked.registered_offsets(2 * BAR),
+        vmm.registered_offsets(2 * BAR),
         [0x1080, 0x10C0, 0x1100, 0x1140]
     );
     with_function(&device, |function| {
@@ -631,19 +624,19 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
             .unwrap();
     });
     trigger_check(&device);
-    assert_eq!(asked.registered_offsets(2 * BAR), [0x10C0, 0x1100, 0x1140]);
+    assert_eq!(vmm.registered_offsets(2 * BAR), [0x10C0, 0x1100, 0x1140]);
 
     // Disabling the controller by CC ends the use of the Doorbell Buffer.
     device.write_bar(Bar::Registers, 0x14, &0x0046_0001_u32.to_le_bytes());
     device.write_bar(Bar::Registers, 0x14, &0x0046_0000_u32.to_le_bytes());
-    assert_eq!(asked.registered_offsets(0), NO_ADDRESSES);
+    assert_eq!(vmm.registered_offsets(0), NO_ADDRESSES);
 }
 
 #[test]
 fn doorbells_beyond_the_tie_limit_exit_and_are_requested_once() {
-    let (device, asked) = device(DoorbellMode::Auto);
-    asked.registered_max.store(3, Ordering::Relaxed);
-    let refused = || asked.registrations_refused.load(Ordering::Relaxed);
+    let (device, vmm) = device(DoorbellMode::Auto);
+    vmm.registered_max.store(3, Ordering::Relaxed);
+    let refused = || vmm.registrations_refused.load(Ordering::Relaxed);
     device.map_memory(region()).unwrap();
     set_bar_address(&device, BAR0, BAR);
     let buffer = DoorbellBuffer {
@@ -657,7 +650,7 @@ fn doorbells_beyond_the_tie_limit_exit_and_are_requested_once() {
     });
     create(&device, 1);
     create(&device, 2);
-    assert_eq!(asked.registered_offsets(BAR), [0x1080, 0x10C0, 0x1100]);
+    assert_eq!(vmm.registered_offsets(BAR), [0x1080, 0x10C0, 0x1100]);
     assert_eq!(refused(), 1);
     for _ in 0..10 {
         trigger_check(&device);
@@ -671,37 +664,37 @@ fn doorbells_beyond_the_tie_limit_exit_and_are_requested_once() {
         host.delete_sq_within(QueueId(1), DRAIN_DEADLINE).unwrap();
     });
     trigger_check(&device);
-    assert_eq!(asked.registered_offsets(BAR), [0x10C0, 0x1100, 0x1140]);
+    assert_eq!(vmm.registered_offsets(BAR), [0x10C0, 0x1100, 0x1140]);
     assert_eq!(refused(), 1);
 }
 
 #[test]
 fn a_vectors_message_is_routed_before_its_first_signal() {
-    let (device, asked) = device(DoorbellMode::Shadow);
+    let (device, vmm) = device(DoorbellMode::Shadow);
     configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
     let signal =
         |vector: usize| with_function(&device, |function| function.vectors()[vector].signal());
     signal(1);
-    assert!(!asked.signalled(1), "it is masked");
+    assert!(!vmm.signalled(1), "it is masked");
 
     // First the usual order of a driver's writes, then another allowed order, whose last write also unmasks the vector.
     device.write_bar(Bar::Msix, 16, &0xFEE0_1000_u64.to_le_bytes());
-    assert_eq!(asked.messages(), [], "not while it is masked");
+    assert_eq!(vmm.messages(), [], "not while it is masked");
     device.write_bar(Bar::Msix, 24, &0x41_u64.to_le_bytes());
-    assert_eq!(asked.messages(), [(1, 0xFEE0_1000, 0x41)]);
-    assert!(asked.signalled(1), "what was pending");
+    assert_eq!(vmm.messages(), [(1, 0xFEE0_1000, 0x41)]);
+    assert!(vmm.signalled(1), "what was pending");
 
     // The message changes while the vector is unmasked.
     device.write_bar(Bar::Msix, 24, &0x42_u32.to_le_bytes());
-    assert_eq!(asked.messages(), [(1, 0xFEE0_1000, 0x42)]);
+    assert_eq!(vmm.messages(), [(1, 0xFEE0_1000, 0x42)]);
     // Masking and unmasking the vector does not set its route again, even if the driver writes single bytes.
     for control in [[1, 0, 0, 0], [0, 0, 0, 0]] {
         for (at, byte) in (28..).zip(control) {
             device.write_bar(Bar::Msix, at, &[byte]);
         }
     }
-    assert_eq!(asked.messages(), []);
-    assert_eq!(*asked.late_messages.lock().unwrap(), 0);
+    assert_eq!(vmm.messages(), []);
+    assert_eq!(*vmm.late_messages.lock().unwrap(), 0);
 
     // Accesses beyond the table, and across entries.
     for (offset, len) in [(0, 64), (15, 34), (0x7F0, 32), (u64::MAX - 3, 8)] {
@@ -711,10 +704,10 @@ fn a_vectors_message_is_routed_before_its_first_signal() {
 
 #[test]
 fn a_vector_follows_its_vcpu_thread_on_every_route_change() {
-    let (device, asked) = device(DoorbellMode::Shadow);
+    let (device, vmm) = device(DoorbellMode::Shadow);
     let threads = |of: [(u64, i32); 2]| {
         let threads = of.map(|(vcpu, thread)| (0xFEE0_0000 | vcpu << 12, ThreadId(thread)));
-        *asked.vcpus.lock().unwrap() = threads.into();
+        *vmm.vcpus.lock().unwrap() = threads.into();
     };
     let named =
         |vector: usize| with_function(&device, |function| function.vectors()[vector].vcpu_thread());
@@ -762,7 +755,7 @@ fn the_pin_is_raised_while_the_guest_has_enabled_no_messages() {
         "shared",
         AdaptivePolicies::default(),
     );
-    let asked = &vmm.0;
+    let recorded = &vmm.0;
     let signal = || with_function(&device, |function| function.vectors()[0].signal());
     let mut interrupt_pin = [0];
     device.read_config(0x3D, &mut interrupt_pin);
@@ -797,13 +790,13 @@ fn the_pin_is_raised_while_the_guest_has_enabled_no_messages() {
     // Enables MSI-X, with a masked entry.
     configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
     signal();
-    assert!(!pin.is_raised() && !asked.signalled(0));
+    assert!(!pin.is_raised() && !recorded.signalled(0));
     device.write_bar(Bar::Msix, 0, &0xFEE0_1000_u64.to_le_bytes());
     device.write_bar(Bar::Msix, 8, &0x41_u64.to_le_bytes());
-    assert!(asked.signalled(0) && !pin.is_raised());
+    assert!(recorded.signalled(0) && !pin.is_raised());
     configure(&device, MSIX_CONTROL.0, &[0, 0]);
     signal();
-    assert!(pin.is_raised() && !asked.signalled(0));
+    assert!(pin.is_raised() && !recorded.signalled(0));
 }
 
 #[test]
@@ -877,17 +870,17 @@ fn resets_leave_the_pin_low_and_connected() {
 
 #[test]
 fn a_function_has_no_pin_in_a_vmm_that_has_none() {
-    let (device, asked) = device(DoorbellMode::Shadow);
+    let (device, vmm) = device(DoorbellMode::Shadow);
     let mut interrupt_pin = [0xFF];
     device.read_config(0x3D, &mut interrupt_pin);
     assert_eq!(interrupt_pin, [0]);
     with_function(&device, |function| function.vectors()[0].signal());
-    assert!(!asked.signalled(0), "no message is enabled");
+    assert!(!vmm.signalled(0), "no message is enabled");
 }
 
 #[test]
 fn msi_messages_are_routed_before_their_first_signal() {
-    let (device, asked) = device(DoorbellMode::Shadow);
+    let (device, vmm) = device(DoorbellMode::Shadow);
     let signal =
         |vector: usize| with_function(&device, |function| function.vectors()[vector].signal());
     signal(1);
@@ -895,33 +888,33 @@ fn msi_messages_are_routed_before_their_first_signal() {
     // Address and data of the message, the enabling of two messages, and MSI Enable.
     configure(&device, 0xA4, &0xFEE0_1000_u64.to_le_bytes());
     configure(&device, 0xAC, &0x4F_u16.to_le_bytes());
-    assert_eq!(asked.messages(), [], "they are not enabled");
+    assert_eq!(vmm.messages(), [], "they are not enabled");
     configure(&device, 0xA2, &[0x11]);
     let routed = [(0, 0xFEE0_1000, 0x4E), (1, 0xFEE0_1000, 0x4F)];
-    assert_eq!(asked.messages(), routed);
-    assert!(asked.signalled(1), "what was pending");
-    assert!(!asked.signalled(2), "the guest has two messages");
+    assert_eq!(vmm.messages(), routed);
+    assert!(vmm.signalled(1), "what was pending");
+    assert!(!vmm.signalled(2), "the guest has two messages");
     // INTMS and INTMC.
     device.write_bar(Bar::Registers, 0x0C, &[0x02, 0, 0, 0]);
     signal(1);
     signal(0);
-    assert!(asked.signalled(0) && !asked.signalled(1));
+    assert!(vmm.signalled(0) && !vmm.signalled(1));
     device.write_bar(Bar::Registers, 0x10, &[0x02, 0, 0, 0]);
-    assert!(asked.signalled(1));
+    assert!(vmm.signalled(1));
     // The message's address changes.
     configure(&device, 0xA4, &0xFEE0_2000_u32.to_le_bytes());
     let moved = routed.map(|(vector, _, data)| (vector, 0xFEE0_2000, data));
-    assert_eq!(asked.messages(), moved);
+    assert_eq!(vmm.messages(), moved);
     // If MSI-X is enabled as well, its table applies, whose entries are masked.
     configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
     signal(0);
-    assert!(!asked.signalled(0));
+    assert!(!vmm.signalled(0));
     configure(&device, MSIX_CONTROL.0, &[0, 0]);
-    assert!(asked.signalled(0), "MSI again");
+    assert!(vmm.signalled(0), "MSI again");
     configure(&device, 0xA2, &[0x10]);
     signal(0);
-    assert!(!asked.signalled(0), "neither of them");
-    assert_eq!(*asked.late_messages.lock().unwrap(), 0);
+    assert!(!vmm.signalled(0), "neither of them");
+    assert_eq!(*vmm.late_messages.lock().unwrap(), 0);
     // Without a notification that the level fell, the function could not use the pin. It offers INTx only if the VMM sends one.
     let mut pin = [0xFF];
     device.read_config(0x3D, &mut pin);
@@ -952,18 +945,18 @@ fn accesses_find_the_bars_where_the_guest_put_them() {
 
 #[test]
 fn a_removed_function_leaves_nothing() {
-    let (device, asked) = running(DoorbellMode::Mapped, "shared:busy");
+    let (device, vmm) = running(DoorbellMode::Mapped, "shared:busy");
     assert!(matches!(
         device.map_memory(region()),
         Err(DeviceError::Memory(_))
     ));
     assert_eq!(device.unmap_memory(Gpa(0), 0x10_0000).unwrap(), 0x10_0000);
     device.map_memory(region()).unwrap();
-    write_until_mapped(&device, &asked);
+    write_until_mapped(&device, &vmm);
 
     device.stop().unwrap();
-    assert_eq!(asked.mapped_addresses(), NO_ADDRESSES);
-    assert!(asked.vectors.lock().unwrap().is_empty(), "given back");
+    assert_eq!(vmm.mapped_addresses(), NO_ADDRESSES);
+    assert!(vmm.vectors.lock().unwrap().is_empty(), "given back");
     assert_eq!(device.unmap_memory(Gpa(0), 0x10_0000).unwrap(), 0);
     // The device still exists, and its slot is empty.
     assert!(device.with_function(|_| ()).is_none());

@@ -32,8 +32,8 @@ fn parse(json: &Value) -> Result<FigureData, String> {
 #[test]
 fn a_figure_is_read_as_it_was_written() {
     let figure = parse(&figure()).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("x.json");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.json");
     figure.write(&path).unwrap();
     assert_eq!(FigureData::read(&path).unwrap(), figure);
     assert!(std::fs::read_to_string(&path).unwrap().ends_with("}\n"));
@@ -148,8 +148,8 @@ fn two_points_of_a_series_have_different_labels() {
 fn a_figure_of_this_machine_names_its_origin() {
     let mut figure = FigureData::on_this_machine("title", "command");
     figure.panels = parse(&super::tests::figure()).unwrap().panels;
-    let folder = tempfile::tempdir().unwrap();
-    figure.write(&folder.path().join("x.json")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    figure.write(&dir.path().join("x.json")).unwrap();
 }
 
 #[test]

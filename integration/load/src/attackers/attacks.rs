@@ -403,8 +403,8 @@ impl Attack for RefusedUpgradeAttack<'_> {
         let mut count = 0;
         while count == 0 || !stop.load(Ordering::Relaxed) {
             let output = self.server.upgrade()?;
-            let complaint = String::from_utf8_lossy(&output.stderr);
-            if output.status.success() || !complaint.contains("is open") {
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            if output.status.success() || !stderr.contains("is open") {
                 return Err(AttackError::unexpected_upgrade(&output));
             }
             count += 1;

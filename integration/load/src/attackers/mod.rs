@@ -89,14 +89,14 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
         .ok_or_else(|| format!("'{text}' is not a number of seconds from 0.01 to 3600"))
 }
 
-/// Measures each attacker on a separate server. Calls `told` with each complete row of the table.
+/// Measures each attacker on a separate server. Calls `on_row` with each complete row of the table.
 ///
 /// # Errors
 /// A server does not start, or a victim cannot connect. Later errors are in the report.
 pub fn run(
     program: &Path,
     options: &AttackerOptions,
-    mut told: impl FnMut(&AttackRow),
+    mut on_row: impl FnMut(&AttackRow),
 ) -> Result<AttackReport, AttackError> {
     let kinds = match &options.only[..] {
         [] => AttackKind::ALL,
@@ -105,7 +105,7 @@ pub fn run(
     let mut report = AttackReport::default();
     for &kind in kinds {
         let row = measure(kind, program, options)?;
-        told(&row);
+        on_row(&row);
         report.rows.push(row);
     }
     Ok(report)
@@ -124,12 +124,12 @@ fn measure(
     };
     let mut rounds = Vec::new();
     for _ in 0..options.rounds {
-        let (quiet, _) = measure_half(&mut victims, None, options)?;
+        let (undisturbed, _) = measure_half(&mut victims, None, options)?;
         let (attacked, attempts) = measure_half(&mut victims, Some(attack.as_mut()), options)?;
-        let round = match (quiet, attacked, attempts) {
+        let round = match (undisturbed, attacked, attempts) {
             (_, _, Err(error)) => return Ok(AttackRow::unmeasured(kind, &error)),
-            (Ok(quiet), Ok(attacked), Ok(attempts)) => AttackRound {
-                quiet,
+            (Ok(undisturbed), Ok(attacked), Ok(attempts)) => AttackRound {
+                undisturbed,
                 attacked,
                 attempts,
             },

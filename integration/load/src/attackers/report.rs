@@ -48,10 +48,10 @@ impl VictimLatencies {
     fn medians(all: &[Self]) -> Self {
         let of = |field: fn(&Self) -> f64| median(all.iter().map(field).collect());
         Self {
-            p50: of(|figures| figures.p50),
-            p99: of(|figures| figures.p99),
-            p99_9: of(|figures| figures.p99_9),
-            max: of(|figures| figures.max),
+            p50: of(|latencies| latencies.p50),
+            p99: of(|latencies| latencies.p99),
+            p99_9: of(|latencies| latencies.p99_9),
+            max: of(|latencies| latencies.max),
         }
     }
 }
@@ -81,7 +81,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 /// Results of one round: with a quiet neighbour, and with the attacker.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AttackRound {
-    pub(super) quiet: VictimLatencies,
+    pub(super) undisturbed: VictimLatencies,
     pub(super) attacked: VictimLatencies,
     /// The attacker's operations per second.
     pub(super) attempts: f64,
@@ -93,7 +93,7 @@ pub enum AttackOutcome {
     /// Medians of the rounds.
     Measured {
         /// Latencies with a quiet neighbour.
-        quiet: VictimLatencies,
+        undisturbed: VictimLatencies,
         /// Latencies with the attacker.
         attacked: VictimLatencies,
         /// Operations of the attacker per second.
@@ -116,12 +116,12 @@ pub struct AttackRow {
 
 impl AttackRow {
     pub(super) fn from_rounds(kind: AttackKind, rounds: &[AttackRound]) -> Self {
-        let figures = |field: fn(&AttackRound) -> VictimLatencies| {
+        let latencies = |field: fn(&AttackRound) -> VictimLatencies| {
             VictimLatencies::medians(&rounds.iter().map(field).collect::<Vec<_>>())
         };
         let outcome = AttackOutcome::Measured {
-            quiet: figures(|round| round.quiet),
-            attacked: figures(|round| round.attacked),
+            undisturbed: latencies(|round| round.undisturbed),
+            attacked: latencies(|round| round.attacked),
             attempts: median(rounds.iter().map(|round| round.attempts).collect()),
         };
         Self { kind, outcome }
@@ -159,7 +159,7 @@ impl fmt::Display for AttackRow {
         write!(f, "{:<16} | ", self.kind.name())?;
         match &self.outcome {
             AttackOutcome::Measured {
-                quiet,
+                undisturbed: quiet,
                 attacked,
                 attempts,
             } => {
@@ -194,14 +194,14 @@ impl AttackReport {
 mod tests {
     use super::*;
 
-    fn round(quiet: f64, attacked: f64) -> AttackRound {
-        let figures = |p99_9| VictimLatencies {
+    fn round(undisturbed: f64, attacked: f64) -> AttackRound {
+        let latencies = |p99_9| VictimLatencies {
             p99_9,
             ..VictimLatencies::default()
         };
         AttackRound {
-            quiet: figures(quiet),
-            attacked: figures(attacked),
+            undisturbed: latencies(undisturbed),
+            attacked: latencies(attacked),
             attempts: 5.0,
         }
     }

@@ -24,7 +24,7 @@ pub(super) struct AttackedServer {
     program: PathBuf,
     child: Child,
     is_supervised: bool,
-    folder: TempDir,
+    dir: TempDir,
     /// Read end of the server's log, for an attacker whose log is not read.
     _unread: Option<PipeReader>,
 }
@@ -33,8 +33,8 @@ impl AttackedServer {
     /// Starts a server with the functions for this kind of attack, and waits until it is ready.
     pub(super) fn start(program: &Path, kind: AttackKind, cpu: usize) -> Result<Self, AttackError> {
         let system = AttackError::system_error;
-        let folder = tempfile::tempdir().map_err(system("Making a directory"))?;
-        let at = |name: &str| folder.path().join(name);
+        let dir = tempfile::tempdir().map_err(system("Making a directory"))?;
+        let at = |name: &str| dir.path().join(name);
         let function = |id: &str, rest: &str| {
             let socket = at(&format!("{id}.sock"));
             format!(
@@ -94,7 +94,7 @@ impl AttackedServer {
             program: program.to_owned(),
             child,
             is_supervised: has_supervisor,
-            folder,
+            dir,
             _unread: unread,
         };
         match server.is_ready() {
@@ -125,12 +125,12 @@ impl AttackedServer {
 
     /// Returns the socket of a function.
     pub(super) fn socket(&self, id: &str) -> PathBuf {
-        self.folder.path().join(format!("{id}.sock"))
+        self.dir.path().join(format!("{id}.sock"))
     }
 
     /// Renames the file of the attacker's drive, which the server has open.
     pub(super) fn move_drive(&self) -> Result<(), AttackError> {
-        let drive = self.folder.path().join(SPARSE);
+        let drive = self.dir.path().join(SPARSE);
         let renamed = fs::rename(&drive, drive.with_extension("moved"));
         renamed.map_err(AttackError::system_error("Renaming a drive"))
     }
@@ -140,7 +140,7 @@ impl AttackedServer {
         let mut command = Command::new(&self.program);
         let command = command
             .args(["upgrade", "--control"])
-            .arg(self.folder.path().join("control"));
+            .arg(self.dir.path().join("control"));
         command.output().map_err(|source| AttackError::Start {
             program: self.program.clone(),
             source,
@@ -158,14 +158,14 @@ impl AttackedServer {
 
 impl Drop for AttackedServer {
     fn drop(&mut self) {
-        let kept = match self.is_supervised {
+        let supervisor = match self.is_supervised {
             true => self.supervised_pid(),
             false => None,
         };
         // The supervisor is killed first, since it would restart the server. Errors mean that the process has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
-        if let Some(server) = kept {
+        if let Some(server) = supervisor {
             let _ = Command::new("kill").args(["-s", "KILL", &server]).status();
         }
     }

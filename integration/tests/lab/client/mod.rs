@@ -71,7 +71,7 @@ pub(crate) struct Counts {
     /// Completions of commands that were not outstanding, such as duplicates.
     pub(crate) doubled: u64,
     /// Longest time without a completion while commands were outstanding.
-    pub(crate) stall: Duration,
+    pub(crate) pause: Duration,
     /// Statuses of the errors.
     pub(crate) statuses: Vec<String>,
 }
@@ -92,7 +92,7 @@ impl Counts {
             errors: self.errors + other.errors,
             withdrawn: self.withdrawn + other.withdrawn,
             doubled: self.doubled + other.doubled,
-            stall: self.stall.max(other.stall),
+            pause: self.pause.max(other.pause),
             statuses: self
                 .statuses
                 .iter()
@@ -150,9 +150,9 @@ impl Client {
         work: ClientWork,
     ) -> Result<Self, Failure> {
         let progress = Arc::new(Progress::default());
-        let (orders, inbox) = mpsc::channel();
+        let (orders, receiver) = mpsc::channel();
         let worker = Worker::attach(socket, work, Arc::clone(&progress))?;
-        let thread = std::thread::spawn(move || worker.run(&inbox));
+        let thread = std::thread::spawn(move || worker.run(&receiver));
         Ok(Self {
             name,
             progress,
@@ -177,10 +177,10 @@ impl Client {
         self.wait_for("to complete commands", || self.completed() >= enough)
     }
 
-    /// Waits until `there` returns true, or the client has ended.
-    pub(crate) fn wait_for(&self, what: &str, there: impl Fn() -> bool) -> Result<(), Failure> {
+    /// Waits until `condition` returns true, or the client has ended.
+    pub(crate) fn wait_for(&self, what: &str, condition: impl Fn() -> bool) -> Result<(), Failure> {
         let deadline = Instant::now() + TIMEOUT;
-        while !there() {
+        while !condition() {
             let running = !self.thread.is_finished() && Instant::now() < deadline;
             // `finish` returns the cause.
             expect(running || self.thread.is_finished(), || {

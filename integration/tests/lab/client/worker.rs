@@ -134,9 +134,12 @@ impl Worker {
         device.start(&work)?;
         let namespace = device.controller.identify_namespace(NSID)?;
         let contents = Contents::new(&work, namespace.block_size as usize);
-        let room = namespace.nsze / u64::from(contents.blocks());
-        expect(room >= work.places as u64, || {
-            format!("A range with room for {room} commands, not {}", work.places)
+        let block_slots = namespace.nsze / u64::from(contents.blocks());
+        expect(block_slots >= work.places as u64, || {
+            format!(
+                "A range with room for {block_slots} commands, not {}",
+                work.places
+            )
         })?;
         let mut slots = Vec::new();
         for queue in 0..usize::from(work.queues) {
@@ -186,7 +189,7 @@ impl Worker {
             self.submit_all()?;
             let outstanding = self.outstanding();
             if self.take_completions()? > 0 {
-                self.counts.stall = self.counts.stall.max(last.elapsed());
+                self.counts.pause = self.counts.pause.max(last.elapsed());
                 last = Instant::now();
             } else if outstanding == 0 {
                 last = Instant::now();
@@ -201,13 +204,13 @@ impl Worker {
                 }
             } else {
                 if last.elapsed() > DEVICE_CHECK_INTERVAL && self.is_gone()? {
-                    self.counts.stall = self.counts.stall.max(last.elapsed());
+                    self.counts.pause = self.counts.pause.max(last.elapsed());
                     self.withdraw();
                     return Ok(self.outcome());
                 }
                 // After the timeout, the thread ends, and the caller sees the lost commands.
                 if last.elapsed() > HANG {
-                    self.counts.stall = last.elapsed();
+                    self.counts.pause = last.elapsed();
                     return Ok(self.outcome());
                 }
                 std::thread::sleep(Duration::from_micros(50));

@@ -301,16 +301,16 @@ mod tests {
 
     #[test]
     fn a_guest_that_pauses_after_each_command_does_not_wait_for_ever() {
-        let mut moderation = CoalescingPolicy::new(PolicyChoice::Learned, TickRate::NANOSECOND);
-        moderation.set_level(LEVEL_MAX, 500_000);
+        let mut policy = CoalescingPolicy::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+        policy.set_level(LEVEL_MAX, 500_000);
         let (mut now, mut late) = (Ticks(1 << 40), 0);
         for _ in 0..100 {
             now.0 += 2 * PAUSE.as_nanos() as u64;
-            moderation.on_taken(now);
-            moderation.on_posted(1, now);
-            if let Some(until) = moderation.hold_until(one(now), 0, now) {
+            policy.on_taken(now);
+            policy.on_posted(1, now);
+            if let Some(until) = policy.hold_until(one(now), 0, now) {
                 late += 1;
-                assert_eq!(moderation.hold_until(one(now), 0, until), None);
+                assert_eq!(policy.hold_until(one(now), 0, until), None);
             }
         }
         assert_eq!(late, u32::from(LEVEL_MAX) * TIMED_OUT_MAX);

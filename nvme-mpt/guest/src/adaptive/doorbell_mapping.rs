@@ -106,9 +106,9 @@ impl DoorbellMappingPolicy {
                 if now.since(*since) < hold {
                     return true;
                 }
-                let goes_on = done.saturating_sub(*before) >= KEEP_MAPPED_IOS;
+                let stays_mapped = done.saturating_sub(*before) >= KEEP_MAPPED_IOS;
                 (*since, *before) = (now, done);
-                goes_on
+                stays_mapped
             }
         }
     }
@@ -235,54 +235,54 @@ mod tests {
             (300 * US, [MS, 2 * MS]),
             (MS, [20 * MS, 30 * MS]),
         ] {
-            let mut scene = DoorbellMappingTest::new(costs);
-            scene.ios(10_000, every);
-            assert_eq!(scene.toggles, 1, "{every}");
-            assert_eq!(scene.exits, u64::from(MAP_EXITS));
-            scene.pass(100 * scene.hysteresis.hold_ticks());
-            assert!(!scene.is_mapped);
-            assert_eq!(scene.toggles, 2);
-            assert_eq!(scene.hysteresis.unchanged_for(scene.now), None);
+            let mut test = DoorbellMappingTest::new(costs);
+            test.ios(10_000, every);
+            assert_eq!(test.toggles, 1, "{every}");
+            assert_eq!(test.exits, u64::from(MAP_EXITS));
+            test.pass(100 * test.hysteresis.hold_ticks());
+            assert!(!test.is_mapped);
+            assert_eq!(test.toggles, 2);
+            assert_eq!(test.hysteresis.unchanged_for(test.now), None);
         }
     }
 
     #[test]
     fn io_now_and_then_is_never_mapped() {
-        let mut scene = DoorbellMappingTest::new([100 * US, 100 * US]);
-        scene.hysteresis.on_unmapped(scene.now, 100 * US);
-        scene.hysteresis.map_cost = 100 * US;
+        let mut test = DoorbellMappingTest::new([100 * US, 100 * US]);
+        test.hysteresis.on_unmapped(test.now, 100 * US);
+        test.hysteresis.map_cost = 100 * US;
         // A hold lasts 20 ms, and has ten I/Os with two exits each.
-        scene.ios(10_000, 2 * MS);
-        assert_eq!((scene.toggles, scene.exits), (0, 20_000));
+        test.ios(10_000, 2 * MS);
+        assert_eq!((test.toggles, test.exits), (0, 20_000));
     }
 
     #[test]
     fn io_that_becomes_rare_is_unmapped_and_stays_so() {
-        let mut scene = DoorbellMappingTest::new([100 * US, 100 * US]);
-        scene.hysteresis.on_unmapped(scene.now, 100 * US);
-        scene.ios(1000, 100 * US);
-        assert!(scene.is_mapped);
+        let mut test = DoorbellMappingTest::new([100 * US, 100 * US]);
+        test.hysteresis.on_unmapped(test.now, 100 * US);
+        test.ios(1000, 100 * US);
+        assert!(test.is_mapped);
         // Twelve I/Os in a hold of 20 ms keep the doorbells mapped, but are too few to map them.
-        scene.ios(1000, 20 * MS / 12);
-        assert_eq!((scene.toggles, scene.is_mapped), (1, true));
-        scene.ios(1000, 20 * MS / 6);
-        assert_eq!((scene.toggles, scene.is_mapped), (2, false));
+        test.ios(1000, 20 * MS / 12);
+        assert_eq!((test.toggles, test.is_mapped), (1, true));
+        test.ios(1000, 20 * MS / 6);
+        assert_eq!((test.toggles, test.is_mapped), (2, false));
     }
 
     /// Simulates one second of I/O and one second without I/O. Returns the number of exits, and the time for which unused
     /// doorbells stayed mapped.
     fn second_of_io(choice: PolicyChoice) -> (u64, u64) {
-        let mut scene = DoorbellMappingTest::new([50 * US, 80 * US]);
-        scene.hysteresis = DoorbellMappingPolicy::new(choice, TickRate::NANOSECOND);
-        scene.decide();
-        scene.ios(10_000, 100 * US);
-        let idle = scene.now;
+        let mut test = DoorbellMappingTest::new([50 * US, 80 * US]);
+        test.hysteresis = DoorbellMappingPolicy::new(choice, TickRate::NANOSECOND);
+        test.decide();
+        test.ios(10_000, 100 * US);
+        let idle = test.now;
         let mut unused = 0;
-        while scene.now.since(idle) < 1000 * MS {
-            unused += u64::from(scene.is_mapped);
-            scene.pass(MS);
+        while test.now.since(idle) < 1000 * MS {
+            unused += u64::from(test.is_mapped);
+            test.pass(MS);
         }
-        (scene.exits, unused)
+        (test.exits, unused)
     }
 
     #[test]
@@ -296,14 +296,14 @@ mod tests {
 
     #[test]
     fn fixed_doorbells_are_mapped_before_the_first_write_and_stay_so() {
-        let mut scene = DoorbellMappingTest::new([100 * US, 100 * US]);
-        scene.hysteresis = DoorbellMappingPolicy::new(PolicyChoice::Fixed, TickRate::NANOSECOND);
-        scene.decide();
-        scene.ios(1000, 100 * US);
-        scene.pass(10_000 * MS);
-        assert_eq!(scene.hysteresis.unchanged_for(scene.now), None);
-        scene.decide();
-        assert_eq!((scene.toggles, scene.exits, scene.is_mapped), (1, 0, true));
+        let mut test = DoorbellMappingTest::new([100 * US, 100 * US]);
+        test.hysteresis = DoorbellMappingPolicy::new(PolicyChoice::Fixed, TickRate::NANOSECOND);
+        test.decide();
+        test.ios(1000, 100 * US);
+        test.pass(10_000 * MS);
+        assert_eq!(test.hysteresis.unchanged_for(test.now), None);
+        test.decide();
+        assert_eq!((test.toggles, test.exits, test.is_mapped), (1, 0, true));
     }
 
     #[test]
@@ -324,18 +324,18 @@ mod tests {
             bursts in proptest::collection::vec((1_u32..100, 0_u64..1000, 0_u64..2_000_000), 1..200),
         ) {
             let costs = [mapping * US, unmapping * US];
-            let mut scene = DoorbellMappingTest::new(costs);
-            let began = scene.now;
+            let mut test = DoorbellMappingTest::new(costs);
+            let began = test.now;
             for (ios, every, pause) in bursts {
-                scene.ios(ios, every * US);
-                scene.pass(pause * US);
+                test.ios(ios, every * US);
+                test.pass(pause * US);
             }
             // The first mapping and unmapping come on top of the 1 %, because their cost is unknown beforehand.
             let first = costs[0] + costs[1];
-            let all = scene.now.since(began);
+            let all = test.now.since(began);
             proptest::prop_assert!(
-                scene.toggling <= all / HOLD_FACTOR + first,
-                "{} of {all}, {} toggles", scene.toggling, scene.toggles
+                test.toggling <= all / HOLD_FACTOR + first,
+                "{} of {all}, {} toggles", test.toggling, test.toggles
             );
         }
     }

@@ -367,24 +367,24 @@ mod tests {
     /// Returns the window in bytes after 400,000 light commands on a drive with the given latencies. `latency` gets a random
     /// number below 100 and the bytes that heavy users have in flight.
     fn window_by(latency: impl Fn(u64, u64) -> u64) -> u64 {
-        let mut learned = HeavyWindow::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+        let mut heavy_window = HeavyWindow::new(PolicyChoice::Learned, TickRate::NANOSECOND);
         let class = CommandClass::light(NvmOpcode::READ, 1);
         let mut now = Ticks(1);
         let mut random: u64 = 1;
         for _ in 0..400_000 {
             random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
-            learned.on_arrival(now);
+            heavy_window.on_arrival(now);
             let SharingParameters {
                 window,
                 pause_until,
                 ..
-            } = learned.parameters();
+            } = heavy_window.parameters();
             let heavy = if now < pause_until { 0 } else { window };
             let arrived = now;
             now = add_ticks(now, latency((random >> 33) % 100, heavy));
-            learned.on_completion(class, arrived, now);
+            heavy_window.on_completion(class, arrived, now);
         }
-        learned.parameters().window
+        heavy_window.parameters().window
     }
 
     #[test]

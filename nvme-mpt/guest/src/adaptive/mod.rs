@@ -90,14 +90,14 @@ type PolicyField = fn(&mut AdaptivePolicies) -> &mut PolicyChoice;
 
 /// Name of each policy, and accessor of its choice.
 const POLICIES: [(&str, PolicyField); 8] = [
-    ("spin", |learning| &mut learning.spin),
-    ("courtesy", |learning| &mut learning.courtesy),
-    ("moderation", |learning| &mut learning.moderation),
-    ("governor", |learning| &mut learning.governor),
-    ("doorbells", |learning| &mut learning.doorbells),
-    ("budget", |learning| &mut learning.budget),
-    ("slices", |learning| &mut learning.slices),
-    ("looks", |learning| &mut learning.looks),
+    ("spin", |policies| &mut policies.spin),
+    ("courtesy", |policies| &mut policies.courtesy),
+    ("moderation", |policies| &mut policies.moderation),
+    ("governor", |policies| &mut policies.governor),
+    ("doorbells", |policies| &mut policies.doorbells),
+    ("budget", |policies| &mut policies.budget),
+    ("slices", |policies| &mut policies.slices),
+    ("looks", |policies| &mut policies.looks),
 ];
 
 impl AdaptivePolicies {
@@ -141,7 +141,7 @@ impl FromStr for AdaptivePolicies {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let mut learning = Self::default();
+        let mut policies = Self::default();
         for name in text.split('+') {
             let Some((_, choice)) = POLICIES.iter().find(|(known, _)| *known == name) else {
                 let known = POLICIES.map(|(known, _)| known).join(", ");
@@ -149,18 +149,18 @@ impl FromStr for AdaptivePolicies {
                     "`{name}` is not adaptive; join names by +, from {known}"
                 ));
             };
-            *choice(&mut learning) = PolicyChoice::Fixed;
+            *choice(&mut policies) = PolicyChoice::Fixed;
         }
-        Ok(learning)
+        Ok(policies)
     }
 }
 
 impl fmt::Display for AdaptivePolicies {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut learning = *self;
+        let mut policies = *self;
         let mut separator = "";
         for (name, choice) in POLICIES {
-            if *choice(&mut learning) == PolicyChoice::Fixed {
+            if *choice(&mut policies) == PolicyChoice::Fixed {
                 write!(f, "{separator}{name}")?;
                 separator = "+";
             }
@@ -177,9 +177,9 @@ mod tests {
     fn names_of_what_is_fixed_read_and_print_alike() {
         let all = POLICIES.map(|(name, _)| name);
         for name in all {
-            let learning: AdaptivePolicies = name.parse().expect("a name");
-            assert_eq!(learning.to_string(), name);
-            let differs = learning != AdaptivePolicies::default();
+            let policies: AdaptivePolicies = name.parse().expect("a name");
+            assert_eq!(policies.to_string(), name);
+            let differs = policies != AdaptivePolicies::default();
             assert!(differs, "{name}");
         }
         let both: AdaptivePolicies = "doorbells+moderation".parse().expect("two names");
@@ -216,8 +216,8 @@ mod tests {
         let budget: AdaptivePolicies = "budget".parse().expect("a name");
         let text = serde_json::to_string(&budget).expect("text");
         assert!(!text.contains("looks"), "{text}");
-        let looks: AdaptivePolicies = "looks".parse().expect("a name");
-        let with_looks = serde_json::to_string(&looks).expect("text");
+        let policies: AdaptivePolicies = "looks".parse().expect("a name");
+        let with_looks = serde_json::to_string(&policies).expect("text");
         for (text, name) in [(text, "budget"), (with_looks, "looks")] {
             let read: AdaptivePolicies = serde_json::from_str(&text).expect("as it was");
             assert_eq!(read.to_string(), name);

@@ -58,11 +58,11 @@ mod tests {
     use super::*;
 
     /// Counts the polls within `time` after a poller has stopped spinning. Returns this number and the longest interval.
-    fn looks_within(looks: PollInterval, time: Duration) -> (usize, Duration) {
+    fn looks_within(interval: PollInterval, time: Duration) -> (usize, Duration) {
         let mut idle = Duration::from_micros(20);
         let (mut count, mut pause) = (0, Duration::ZERO);
         while idle < time {
-            pause = looks.for_doorbells(idle);
+            pause = interval.for_doorbells(idle);
             idle += pause;
             count += 1;
         }
@@ -71,9 +71,9 @@ mod tests {
 
     #[test]
     fn an_idle_guest_is_looked_at_fifty_times_a_second() {
-        let looks = PollInterval::new(PolicyChoice::Learned);
-        let (first, _) = looks_within(looks, Duration::from_secs(2));
-        let (all, pause) = looks_within(looks, Duration::from_secs(12));
+        let interval = PollInterval::new(PolicyChoice::Learned);
+        let (first, _) = looks_within(interval, Duration::from_secs(2));
+        let (all, pause) = looks_within(interval, Duration::from_secs(12));
         assert_eq!(all - first, 500);
         assert_eq!(pause, Duration::from_millis(20));
         assert!(first < 400, "{first}");
@@ -81,29 +81,29 @@ mod tests {
 
     #[test]
     fn fixed_looks_go_on_each_millisecond() {
-        let looks = PollInterval::new(PolicyChoice::Fixed);
-        let (first, _) = looks_within(looks, Duration::from_secs(2));
-        let (all, pause) = looks_within(looks, Duration::from_secs(12));
+        let interval = PollInterval::new(PolicyChoice::Fixed);
+        let (first, _) = looks_within(interval, Duration::from_secs(2));
+        let (all, pause) = looks_within(interval, Duration::from_secs(12));
         assert_eq!(all - first, 10_000);
         assert_eq!(pause, Duration::from_millis(1));
     }
 
     #[test]
     fn a_command_waits_for_a_small_part_of_the_time_that_its_guest_was_idle() {
-        let looks = PollInterval::new(PolicyChoice::Learned);
+        let interval = PollInterval::new(PolicyChoice::Learned);
         for micros in [400, 5_000, 8_000] {
             let idle = Duration::from_micros(micros);
-            assert_eq!(looks.for_doorbells(idle), idle / 8);
+            assert_eq!(interval.for_doorbells(idle), idle / 8);
         }
         for millis in [9, 30, 64] {
-            let pause = looks.for_doorbells(Duration::from_millis(millis));
+            let pause = interval.for_doorbells(Duration::from_millis(millis));
             assert_eq!(pause, Duration::from_millis(1));
         }
         for millis in [65, 500, 1_280] {
             let idle = Duration::from_millis(millis);
-            assert_eq!(looks.for_doorbells(idle), idle / 64);
+            assert_eq!(interval.for_doorbells(idle), idle / 64);
         }
-        assert_eq!(looks.for_doorbells(Duration::ZERO), MIN);
+        assert_eq!(interval.for_doorbells(Duration::ZERO), MIN);
     }
 
     #[test]

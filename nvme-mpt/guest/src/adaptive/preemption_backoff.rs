@@ -116,8 +116,8 @@ impl PreemptionBackoff {
         let Some((then, before)) = self.last_check.replace((now, on_processor)) else {
             return false;
         };
-        let there = on_processor.ticks.saturating_sub(before.ticks);
-        let away = now.since(then).saturating_sub(there);
+        let run_ticks = on_processor.ticks.saturating_sub(before.ticks);
+        let away = now.since(then).saturating_sub(run_ticks);
         let was_preempted = on_processor.preemptions.is_none_or(|preemptions| {
             before
                 .preemptions
@@ -168,12 +168,12 @@ mod tests {
     }
 
     /// Preempts a thread twice after long spins. Returns whether the thread still spins at `now`.
-    fn preempt(courtesy: &mut PreemptionBackoff, now: u64) -> bool {
+    fn preempt(backoff: &mut PreemptionBackoff, now: u64) -> bool {
         let mut once = |now| {
-            assert!(!courtesy.on_pass(Ticks(now), 0, 100, || unreachable!()));
-            assert!(!courtesy.on_pass(Ticks(now - 320 * US), 200 * US, 100, || ticks(700)));
-            assert!(!courtesy.on_pass(Ticks(now - 300 * US), 220 * US, 100, || unreachable!()));
-            courtesy.on_pass(Ticks(now), 520 * US, 300 * US, || ticks(2700))
+            assert!(!backoff.on_pass(Ticks(now), 0, 100, || unreachable!()));
+            assert!(!backoff.on_pass(Ticks(now - 320 * US), 200 * US, 100, || ticks(700)));
+            assert!(!backoff.on_pass(Ticks(now - 300 * US), 220 * US, 100, || unreachable!()));
+            backoff.on_pass(Ticks(now), 520 * US, 300 * US, || ticks(2700))
         };
         assert!(!once(now - 500 * US), "a single one");
         once(now)
@@ -181,47 +181,47 @@ mod tests {
 
     #[test]
     fn a_thread_that_kept_others_waiting_sleeps_for_a_while() {
-        let mut courtesy = learned();
-        assert!(!courtesy.should_sleep(Ticks(1), 5 * US));
-        assert!(preempt(&mut courtesy, MS));
+        let mut backoff = learned();
+        assert!(!backoff.should_sleep(Ticks(1), 5 * US));
+        assert!(preempt(&mut backoff, MS));
         assert!(
-            !courtesy.should_sleep(Ticks(MS), 4999),
+            !backoff.should_sleep(Ticks(MS), 4999),
             "work may come at once"
         );
-        assert!(courtesy.should_sleep(Ticks(MS), 5 * US));
-        assert!(courtesy.should_sleep(Ticks(11 * MS - 1), 5 * US));
-        assert!(!courtesy.should_sleep(Ticks(11 * MS), 5 * US));
+        assert!(backoff.should_sleep(Ticks(MS), 5 * US));
+        assert!(backoff.should_sleep(Ticks(11 * MS - 1), 5 * US));
+        assert!(!backoff.should_sleep(Ticks(11 * MS), 5 * US));
     }
 
     #[test]
     fn preemptions_before_a_long_spin_and_interrupts_are_no_harm() {
-        let mut courtesy = learned();
+        let mut backoff = learned();
         let now = Ticks(MS);
-        assert!(!courtesy.on_pass(now, 199 * US, MS, || unreachable!()));
-        assert!(!courtesy.on_pass(now, 200 * US, MS, || ticks(3 * US)));
+        assert!(!backoff.on_pass(now, 199 * US, MS, || unreachable!()));
+        assert!(!backoff.on_pass(now, 200 * US, MS, || ticks(3 * US)));
         let later = Ticks(now.0 + 50 * US);
         assert!(
-            !courtesy.on_pass(later, 250 * US, 4 * US, || ticks(49 * US)),
+            !backoff.on_pass(later, 250 * US, 4 * US, || ticks(49 * US)),
             "an interrupt of four microseconds"
         );
         // The poller had work, so its spin is short.
-        assert!(!courtesy.on_pass(later, 0, 100, || unreachable!()));
+        assert!(!backoff.on_pass(later, 0, 100, || unreachable!()));
         let later = Ticks(now.0 + MS);
-        assert!(!courtesy.on_pass(later, 200 * US, MS, || ticks(60 * US)));
-        assert!(!courtesy.should_sleep(later, MS));
+        assert!(!backoff.on_pass(later, 200 * US, MS, || ticks(60 * US)));
+        assert!(!backoff.should_sleep(later, MS));
     }
 
     #[test]
     fn workers_that_take_the_processor_for_a_moment_are_no_harm() {
-        let mut courtesy = learned();
+        let mut backoff = learned();
         for worker in 0..100 {
             let now = MS * (1 + worker);
-            assert!(!courtesy.on_pass(Ticks(now), 200 * US, 100, || ticks(0)));
+            assert!(!backoff.on_pass(Ticks(now), 200 * US, 100, || ticks(0)));
             let later = Ticks(now + 190 * US);
-            assert!(!courtesy.on_pass(later, 390 * US, 150 * US, || ticks(10 * US)));
-            assert!(!courtesy.on_pass(later, 0, 100, || unreachable!()));
+            assert!(!backoff.on_pass(later, 390 * US, 150 * US, || ticks(10 * US)));
+            assert!(!backoff.on_pass(later, 0, 100, || unreachable!()));
         }
-        assert!(!courtesy.should_sleep(Ticks(101 * MS), MS));
+        assert!(!backoff.should_sleep(Ticks(101 * MS), MS));
     }
 
     #[test]
@@ -230,37 +230,37 @@ mod tests {
             ticks,
             preemptions: Some(preemptions),
         };
-        let mut courtesy = learned();
-        assert!(!courtesy.on_pass(Ticks(MS), 200 * US, 100, || counted(700, 3)));
+        let mut backoff = learned();
+        assert!(!backoff.on_pass(Ticks(MS), 200 * US, 100, || counted(700, 3)));
         // The hypervisor's host used the processor.
-        assert!(!courtesy.on_pass(Ticks(2 * MS), 300 * US, MS, || counted(800, 3)));
-        assert!(!courtesy.on_pass(Ticks(3 * MS), 400 * US, MS, || counted(900, 4)));
+        assert!(!backoff.on_pass(Ticks(2 * MS), 300 * US, MS, || counted(800, 3)));
+        assert!(!backoff.on_pass(Ticks(3 * MS), 400 * US, MS, || counted(900, 4)));
         // A short preemption.
-        assert!(!courtesy.on_pass(Ticks(3 * MS + 9), 400 * US, 3 * US, || counted(901, 5)));
-        assert!(courtesy.on_pass(Ticks(18 * MS), 500 * US, MS, || counted(901, 6)));
+        assert!(!backoff.on_pass(Ticks(3 * MS + 9), 400 * US, 3 * US, || counted(901, 5)));
+        assert!(backoff.on_pass(Ticks(18 * MS), 500 * US, MS, || counted(901, 6)));
     }
 
     #[test]
     fn the_while_grows_when_it_happens_again_soon() {
-        let mut courtesy = learned();
+        let mut backoff = learned();
         let mut now = MS;
         for expected in [10, 20, 40, 80, 160, 320, 640, 1000, 1000] {
-            assert!(preempt(&mut courtesy, now));
+            assert!(preempt(&mut backoff, now));
             let end = now + expected * MS;
-            assert!(courtesy.should_sleep(Ticks(end - 1), 5 * US), "{expected}");
-            assert!(!courtesy.should_sleep(Ticks(end), 5 * US), "{expected}");
+            assert!(backoff.should_sleep(Ticks(end - 1), 5 * US), "{expected}");
+            assert!(!backoff.should_sleep(Ticks(end), 5 * US), "{expected}");
             now = end + expected * MS - 1;
         }
         // After a long time without preemption, the back-off starts at its minimum again.
         now += 2000 * MS;
-        assert!(preempt(&mut courtesy, now));
-        assert!(!courtesy.should_sleep(Ticks(now + 10 * MS), 5 * US));
+        assert!(preempt(&mut backoff, now));
+        assert!(!backoff.should_sleep(Ticks(now + 10 * MS), 5 * US));
     }
 
     #[test]
     fn a_fixed_thread_never_sleeps() {
-        let mut courtesy = PreemptionBackoff::new(PolicyChoice::Fixed, TickRate::NANOSECOND);
-        assert!(!preempt(&mut courtesy, MS));
-        assert!(!courtesy.should_sleep(Ticks(MS), MS));
+        let mut backoff = PreemptionBackoff::new(PolicyChoice::Fixed, TickRate::NANOSECOND);
+        assert!(!preempt(&mut backoff, MS));
+        assert!(!backoff.should_sleep(Ticks(MS), MS));
     }
 }

@@ -59,7 +59,7 @@ pub trait MemoryBackend {
         Ok(())
     }
 
-    /// Maps memory that was [held](GuestMemory::detach), at the same guest addresses.
+    /// Maps memory that was [held](crate::dma::GuestMemory::detach), at the same guest addresses.
     ///
     /// # Errors
     /// As [`Self::map`]. Regions mapped before the error stay mapped.
@@ -97,7 +97,8 @@ pub trait MemoryBackend {
         self.unmap_within(Gpa(0), u64::MAX, time)
     }
 
-    /// Starts to log the pages written by commands and through [`SharedBackendParts::memory`](super::SharedBackendParts::memory).
+    /// Starts to log the pages written by commands and through
+    /// [`SharedBackendParts::memory`](super::SharedBackendParts::memory).
     ///
     /// # Errors
     /// [`DmaError::Busy`] if in-flight commands do not finish.

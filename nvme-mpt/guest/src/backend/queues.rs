@@ -175,8 +175,8 @@ pub trait QueueBackend {
     /// Stores the value of a trapped I/O doorbell write, and wakes the queue's poller. Returns whether the queue exists;
     /// if not, nothing is stored.
     ///
-    /// Takes no message: an implementation by messages stores to [`SharedBackendParts::doorbells`](super::SharedBackendParts::doorbells) and signals a waker of
-    /// [`Self::io_doorbells`].
+    /// Takes no message: an implementation by messages stores to
+    /// [`SharedBackendParts::doorbells`](super::SharedBackendParts::doorbells) and signals a waker of [`Self::io_doorbells`].
     fn ring(&self, doorbell: Doorbell, value: u32) -> bool;
 
     /// Returns the doorbells of the existing I/O queues.
@@ -198,8 +198,8 @@ pub trait QueueBackend {
 
     /// Announces that the doorbell registers are about to be mapped, so that the guest stores to them without an exit.
     ///
-    /// Pollers then check the registers periodically. [`SharedBackendParts::events`](super::SharedBackendParts::events) is signalled when a doorbell of the
-    /// admin queue has changed.
+    /// Pollers then check the registers periodically. [`SharedBackendParts::events`](super::SharedBackendParts::events) is
+    /// signalled when a doorbell of the admin queue has changed.
     ///
     /// # Errors
     /// Returns the kernel's error if no poller can be started. The call then has no effect.

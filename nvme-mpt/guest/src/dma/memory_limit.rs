@@ -69,7 +69,7 @@ pub enum MemoryRefusal {
     #[error(
         "Function {function} has {} of memory mapped for its drive and asks for {} more; it may have {limit}. Memory counts as \
          often as it is mapped: have the VMM map each part once, or raise memory-limit= of the function, or --memory-limit of the server",
-        ByteSize(*.mapped), ByteSize(*.asked)
+        ByteSize(*.mapped), ByteSize(*.requested)
     )]
     Limit {
         /// Name of the function.
@@ -77,7 +77,7 @@ pub enum MemoryRefusal {
         /// Bytes that the function has mapped.
         mapped: u64,
         /// Bytes requested.
-        asked: u64,
+        requested: u64,
         /// Limit that the function would exceed.
         limit: MemoryLimit,
     },
@@ -85,13 +85,13 @@ pub enum MemoryRefusal {
     #[error(
         "Function {function} asks for {} of memory of which {} are not there yet. The kernel would take them while the drive's \
          memory is pinned, and {shortage}: give the VM less memory, or have its VMM allocate it at its start (prealloc)",
-        ByteSize(*.asked), ByteSize(*.missing)
+        ByteSize(*.requested), ByteSize(*.missing)
     )]
     Unavailable {
         /// Name of the function.
         function: String,
         /// Bytes of the region.
-        asked: u64,
+        requested: u64,
         /// Bytes of the region that have no pages yet, or that had none in the part which was about to be allocated.
         missing: u64,
         /// Available memory, and the amount that has to stay free.
@@ -101,7 +101,7 @@ pub enum MemoryRefusal {
     #[error(
         "Function {function} has taken {} of the {} of IOVA space that the drive has for all VMs, and gets no {} more while {} \
          are left: have the VMM map each part of its memory once, or move its disk to another drive",
-        ByteSize(*.taken), ByteSize(*.max), ByteSize(*.asked), ByteSize(*.left)
+        ByteSize(*.taken), ByteSize(*.max), ByteSize(*.requested), ByteSize(*.left)
     )]
     Iovas {
         /// Name of the function.
@@ -109,7 +109,7 @@ pub enum MemoryRefusal {
         /// Bytes of IOVA space that the function has taken.
         taken: u64,
         /// Bytes requested.
-        asked: u64,
+        requested: u64,
         /// Bytes left for all VMs.
         left: u64,
         /// Total bytes of the IOVA space.
@@ -118,12 +118,16 @@ pub enum MemoryRefusal {
 }
 
 impl MemoryRefusal {
-    pub(super) fn from_iova_refusal(function: &str, asked: u64, share: IommuShareRefusal) -> Self {
+    pub(super) fn from_iova_refusal(
+        function: &str,
+        requested: u64,
+        share: IommuShareRefusal,
+    ) -> Self {
         let IommuShareRefusal { taken, left, max } = share;
         Self::Iovas {
             function: function.to_owned(),
             taken,
-            asked,
+            requested,
             left,
             max,
         }

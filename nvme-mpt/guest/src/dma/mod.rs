@@ -208,17 +208,17 @@ impl PublishedTable {
         self.ongoing.last_change(now)
     }
 
-    /// Returns whether no user of the table can still use the memory of the pending unmap of generation `departure`.
-    pub fn is_unmap_released(&self, departure: u64) -> bool {
+    /// Returns whether no user of the table can still use the memory of the pending unmap of this `generation`.
+    pub fn is_unmap_released(&self, generation: u64) -> bool {
         lock(&self.users)
             .iter()
-            .all(|user| user.has_released(departure))
+            .all(|user| user.has_released(generation))
     }
 
     /// Waits until [`Self::is_unmap_released`] is true. Returns false after a timeout.
-    fn wait_for_release(&self, departure: u64, clock: &dyn WaitClock, time: Duration) -> bool {
+    fn wait_for_release(&self, generation: u64, clock: &dyn WaitClock, time: Duration) -> bool {
         let users = lock(&self.users).clone();
-        clock.wait(time, &mut |time| wait_for_release(&users, departure, time))
+        clock.wait(time, &mut |time| wait_for_release(&users, generation, time))
     }
 
     /// Publishes `table` as the newest one, with the pending unmaps of `changes`. Returns its generation. The caller holds the
@@ -358,10 +358,10 @@ impl DmaWindow {
     /// Locks the regions for a change. Also releases pending unmaps whose memory no user of a table can use any longer.
     fn lock_regions(&self) -> MutexGuard<'_, WindowRegions> {
         let mut changes = lock(&self.tables.regions);
-        changes.pending_unmaps.retain(|departure| {
-            let used = !self.tables.is_unmap_released(departure.generation());
+        changes.pending_unmaps.retain(|unmap| {
+            let used = !self.tables.is_unmap_released(unmap.generation());
             if !used {
-                departure.release();
+                unmap.release();
             }
             used
         });
@@ -654,11 +654,11 @@ impl DmaWindow {
                 .prepare(self.pinning_record.as_ref())
                 .map_err(refused)?,
         };
-        let before = &mut |part: Range<usize>| match &mut prepared {
+        let before_pinning = &mut |part: Range<usize>| match &mut prepared {
             Some(prepared) => prepared.recheck_part(part),
             None => Ok(()),
         };
-        let region = MappedRegion::new(place, extent, permit, pinned, before)
+        let region = MappedRegion::new(place, extent, permit, pinned, before_pinning)
             .map_err(|source| DmaError::Iommu { gpa, len, source })?;
         if let Some(prepared) = prepared {
             prepared.end();
@@ -679,7 +679,7 @@ impl DmaWindow {
     fn count_pinned(
         &self,
         changes: &WindowRegions,
-        asked: u64,
+        requested: u64,
         demand: BudgetEntitlement,
     ) -> Result<MappedByteCount, MemoryRefusal> {
         let mapped = changes.pinned_bytes.load(Ordering::Relaxed);
@@ -688,15 +688,15 @@ impl DmaWindow {
             .limit
             .filter(|_| demand != BudgetEntitlement::Inherited)
         {
-            Some(limit) if mapped.saturating_add(asked) > limit.bytes() => {
+            Some(limit) if mapped.saturating_add(requested) > limit.bytes() => {
                 Err(MemoryRefusal::Limit {
                     function: self.limit.function.clone(),
                     mapped,
-                    asked,
+                    requested,
                     limit,
                 })
             }
-            _ => Ok(MappedByteCount::new(&changes.pinned_bytes, asked)),
+            _ => Ok(MappedByteCount::new(&changes.pinned_bytes, requested)),
         }
     }
 
@@ -737,7 +737,7 @@ impl DmaWindow {
             None => return Err(DmaError::InvalidRegion { gpa, len }),
         };
         let _change = self.tables.ongoing.begin();
-        let (departure, bytes) = {
+        let (unmap, bytes) = {
             let mut changes = self.lock_regions();
             let before = changes.regions.range(..gpa.0).next_back();
             if before.is_some_and(|(_, before)| before.place.last_gpa() >= gpa.0) {
@@ -764,23 +764,23 @@ impl DmaWindow {
                 let notes = table.remove_region(&region);
                 (region, notes)
             });
-            let departure = PendingUnmap::new(self.table().generation() + 1, gone);
-            let departure = Arc::new(departure);
+            let unmap = PendingUnmap::new(self.table().generation() + 1, gone);
+            let unmap = Arc::new(unmap);
             changes.mapped_bytes -= bytes;
-            changes.pending_unmaps.push(departure.clone());
+            changes.pending_unmaps.push(unmap.clone());
             self.tables.publish(&changes, table);
-            (departure, bytes)
+            (unmap, bytes)
         };
         // The lock is not held during the wait, so that other threads can map memory.
         let left = self
             .tables
-            .wait_for_release(departure.generation(), &*self.clock, time);
+            .wait_for_release(unmap.generation(), &*self.clock, time);
         // The dirty pages are taken after the wait, so that writes of in-flight commands are included.
-        departure.take_dirty(&mut lock(&self.tables.regions).unmapped_dirty);
+        unmap.take_dirty(&mut lock(&self.tables.regions).unmapped_dirty);
         if !left {
             return Err(DmaError::Busy { gpa, len });
         }
-        departure.release();
+        unmap.release();
         Ok(bytes)
     }
 
@@ -864,8 +864,8 @@ impl WindowRegions {
 
     /// Returns whether the drive can still access memory of a pending unmap at any of these `len` bytes of IOVA space.
     fn is_unmap_pending(&self, iova: u64, len: u64) -> bool {
-        let mut departures = self.pending_unmaps.iter();
-        departures.any(|departure| departure.overlaps_iova(iova, len))
+        let mut pending_unmaps = self.pending_unmaps.iter();
+        pending_unmaps.any(|unmap| unmap.overlaps_iova(iova, len))
     }
 
     /// Returns the bytes of spare IOVAs that the VM may take, beyond those of its mapped memory. All IOVAs of the VM are at

@@ -16,10 +16,10 @@ const UNMAPPED_MAX: Duration = Duration::from_secs(1);
 const UNMAPPED_TOTAL_MAX: Duration = Duration::from_secs(30);
 
 /// Returns whether a queue has to fail because the memory of its rings is unmapped. `gone` is the time since that memory was
-/// unmapped, and `quiet` the time since the last change of any memory of the VM ended.
+/// unmapped, and `unchanged_for` the time since the last change of any memory of the VM ended.
 #[must_use]
-pub fn is_unmapped_too_long(gone: Duration, quiet: Duration) -> bool {
-    gone.min(quiet) > UNMAPPED_MAX || gone > UNMAPPED_TOTAL_MAX
+pub fn is_unmapped_too_long(gone: Duration, unchanged_for: Duration) -> bool {
+    gone.min(unchanged_for) > UNMAPPED_MAX || gone > UNMAPPED_TOTAL_MAX
 }
 
 /// Number of changes of a VM's memory in progress, and time at which the last change ended.

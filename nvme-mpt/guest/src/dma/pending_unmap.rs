@@ -37,7 +37,7 @@ impl PendingUnmap {
         generation: u64,
         regions: impl Iterator<Item = (Arc<MappedRegion>, Option<Arc<RegionDirtyBitmap>>)>,
     ) -> Self {
-        let (mut parts, mut kept) = (Vec::new(), Vec::new());
+        let (mut parts, mut remaining) = (Vec::new(), Vec::new());
         for (region, notes) in regions {
             parts.push(UnmappedPart {
                 iova: region.iova(),
@@ -45,13 +45,13 @@ impl PendingUnmap {
                 len: region.place.len,
                 dirty: notes,
             });
-            kept.push(region);
+            remaining.push(region);
         }
         parts.sort_unstable_by_key(|part| part.iova);
         Self {
             generation,
             parts,
-            regions: Mutex::new(kept),
+            regions: Mutex::new(remaining),
         }
     }
 

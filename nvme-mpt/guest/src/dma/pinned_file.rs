@@ -139,7 +139,7 @@ mod tests {
 
     const PAGE: u64 = 4096;
 
-    fn look(memory: &Mutex<WindowRegions>) -> bool {
+    fn is_pin_due(memory: &Mutex<WindowRegions>) -> bool {
         let shrunk = memory.has_shrunk();
         if shrunk {
             memory.check_freed_pages();
@@ -169,17 +169,17 @@ mod tests {
         }
         let memory = &window.tables().regions;
         free(6);
-        assert!(look(memory), "the file has shrunk");
+        assert!(is_pin_due(memory), "the file has shrunk");
         assert!(!window.table().is_lost(), "by a page that is not mapped");
-        assert!(!look(memory));
+        assert!(!is_pin_due(memory));
         assert_eq!(window.unmap(Gpa(0x20_0000), 4 * PAGE).unwrap(), 4 * PAGE);
         free(8);
-        assert!(look(memory));
+        assert!(is_pin_due(memory));
         assert!(!window.table().is_lost(), "it was unmapped first");
         free(2);
-        assert!(look(memory));
+        assert!(is_pin_due(memory));
         assert!(window.table().is_lost());
-        assert!(!look(memory), "once is enough");
+        assert!(!is_pin_due(memory), "once is enough");
         // After the memory is mapped again, nothing is missing.
         assert_eq!(window.unmap_all().unwrap(), 8 * PAGE);
         vmm.populate().unwrap();
@@ -201,7 +201,7 @@ mod tests {
         vmm.populate().unwrap();
         window.map(part(&file, 0, 0, 16 * PAGE)).unwrap();
         File::from(file).set_len(8 * PAGE).unwrap();
-        assert!(look(&window.tables().regions));
+        assert!(is_pin_due(&window.tables().regions));
         assert!(window.table().is_lost());
     }
 

@@ -102,7 +102,7 @@ impl<'a> RegionPinning<'a> {
     fn refusal(&self, missing: u64, shortage: MemoryShortage) -> MemoryRefusal {
         MemoryRefusal::Unavailable {
             function: self.function.to_owned(),
-            asked: self.place.len,
+            requested: self.place.len,
             missing,
             shortage,
         }
@@ -236,14 +236,14 @@ mod tests {
     /// An IOMMU that reads a function's in-flight tracking file at each call.
     #[derive(Debug)]
     struct InflightReadingIommu {
-        live: Arc<InflightFile>,
+        inflight: Arc<InflightFile>,
         seen: Mutex<Vec<Option<u64>>>,
         refuses: bool,
     }
 
     impl InflightReadingIommu {
         fn look(&self) {
-            let seen = InflightFile::read_pinning(self.live.fd()).unwrap();
+            let seen = InflightFile::read_pinning(self.inflight.fd()).unwrap();
             self.seen.lock().unwrap().push(seen.interrupted_bytes());
         }
     }
@@ -274,17 +274,17 @@ mod tests {
     #[test]
     fn memory_that_the_process_before_left_mapped_is_neither_bounded_nor_taken_again() {
         const LEN: u64 = 4 << 20;
-        let live = Arc::new(InflightFile::new(1).unwrap());
+        let inflight = Arc::new(InflightFile::new(1).unwrap());
         let iommu = Arc::new(InflightReadingIommu {
-            live: live.clone(),
+            inflight: inflight.clone(),
             seen: Mutex::default(),
             refuses: false,
         });
         let usable = [0..=(1 << 39) - 1];
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::create_dir(folder.path().join("proc")).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("proc")).unwrap();
         let meminfo = "MemTotal: 1048576 kB\nMemAvailable: 0 kB\n";
-        std::fs::write(folder.path().join("proc/meminfo"), meminfo).unwrap();
+        std::fs::write(dir.path().join("proc/meminfo"), meminfo).unwrap();
         let before = IovaSpace::with_iommu(iommu.clone(), &usable);
         let before = Arc::new(before);
         let window = DmaWindow::new(before.clone()).with_function("a", None);
@@ -308,7 +308,7 @@ mod tests {
             let next = IovaSpace::with_iommu(iommu.clone(), &usable);
             let next = Arc::new(next.with_inherited(left.clone()).unwrap());
             let window = DmaWindow::new(next)
-                .with_account(MemoryAccount::with_root(folder.path()))
+                .with_account(MemoryAccount::with_root(dir.path()))
                 .with_function("a", Some(MemoryLimit::Configured(LEN / 2)));
             map(&window, of_file(0)).unwrap();
             assert_eq!(iommu.seen.lock().unwrap().len(), calls);
@@ -327,9 +327,9 @@ mod tests {
     /// After a process ends, its VM frees memory and allocates it again. The next process ends soon, too.
     #[test]
     fn remapped_memory_does_not_reuse_inherited_addresses() {
-        let live = Arc::new(InflightFile::new(1).unwrap());
+        let inflight = Arc::new(InflightFile::new(1).unwrap());
         let iommu = Arc::new(InflightReadingIommu {
-            live,
+            inflight,
             seen: Mutex::default(),
             refuses: false,
         });
@@ -362,9 +362,9 @@ mod tests {
     #[test]
     fn claimed_memory_counts_towards_the_limit() {
         const LEN: u64 = 1 << 20;
-        let live = Arc::new(InflightFile::new(1).unwrap());
+        let inflight = Arc::new(InflightFile::new(1).unwrap());
         let iommu = Arc::new(InflightReadingIommu {
-            live,
+            inflight,
             seen: Mutex::default(),
             refuses: false,
         });
@@ -409,28 +409,28 @@ mod tests {
         const LEN: u64 = 4 << 20;
         const LARGE: u64 = 48 << 20;
         for refuses in [false, true] {
-            let live = Arc::new(InflightFile::new(1).unwrap());
+            let inflight = Arc::new(InflightFile::new(1).unwrap());
             let iommu = Arc::new(InflightReadingIommu {
-                live: live.clone(),
+                inflight: inflight.clone(),
                 seen: Mutex::default(),
                 refuses,
             });
             let usable = [0..=(1 << 39) - 1];
             let space = Arc::new(IovaSpace::with_iommu(iommu.clone(), &usable));
-            let window = DmaWindow::new(space).with_pinning_record(live.pinning());
+            let window = DmaWindow::new(space).with_pinning_record(inflight.pinning());
             let missing = region(0, LEN);
-            let there = region(1 << 30, LEN);
-            nvme_mpt_memory::allocate(there.fd.as_fd(), LEN).unwrap();
+            let mapped_region = region(1 << 30, LEN);
+            nvme_mpt_memory::allocate(mapped_region.fd.as_fd(), LEN).unwrap();
             // The VMM could free pages before they are pinned.
             let large = region(2 << 30, LARGE);
             nvme_mpt_memory::allocate(large.fd.as_fd(), LARGE).unwrap();
-            for region in [missing, there, large] {
+            for region in [missing, mapped_region, large] {
                 let mapped = window.map(region);
                 assert!(match refuses {
                     false => mapped.is_ok(),
                     true => matches!(mapped, Err(DmaError::Iommu { .. })),
                 });
-                assert_eq!(live.pinning().unwrap().interrupted_bytes(), None);
+                assert_eq!(inflight.pinning().unwrap().interrupted_bytes(), None);
             }
             let seen = iommu.seen.lock().unwrap().clone();
             assert_eq!(seen, [Some(LEN), Some(LEN), None, Some(LARGE)]);

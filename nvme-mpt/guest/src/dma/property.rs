@@ -182,13 +182,13 @@ impl WindowTest {
                 } else {
                     result.expect("free, and in the file");
                     for i in 0..count {
-                        let here = WindowTestPage {
+                        let new_page = WindowTestPage {
                             mapping: number,
                             file,
                             page: from + i,
                             writable,
                         };
-                        self.model.insert(page + i, here);
+                        self.model.insert(page + i, new_page);
                     }
                 }
             }
@@ -272,13 +272,13 @@ fn map(page: u64) -> WindowTestStep {
 
 /// Creates a window with three pages. The IOVAs of the third page follow those of the second.
 fn three_pages() -> WindowTest {
-    let mut scene = WindowTest::new();
+    let mut test = WindowTest::new();
     for page in 0..3 {
-        scene.apply(page as usize, &map(page));
+        test.apply(page as usize, &map(page));
     }
-    let [second, third] = [1, 2].map(|page| iova_of(&scene.window, page));
+    let [second, third] = [1, 2].map(|page| iova_of(&test.window, page));
     assert_eq!(third, second + PAGE_SIZE);
-    scene
+    test
 }
 
 fn iova_of(window: &DmaWindow, page: u64) -> u64 {
@@ -290,54 +290,54 @@ fn iova_of(window: &DmaWindow, page: u64) -> u64 {
 
 #[test]
 fn memory_that_comes_back_before_its_last_command_has_ended_lies_elsewhere() {
-    let mut scene = three_pages();
-    let before = iova_of(&scene.window, 2);
+    let mut test = three_pages();
+    let before = iova_of(&test.window, 2);
     let waker = PollerWaker::new().expect("eventfd");
-    let UsedTable { table_use, .. } = scene.window.tables().register(waker);
-    let unmapped = scene
+    let UsedTable { table_use, .. } = test.window.tables().register(waker);
+    let unmapped = test
         .window
         .unmap_within(Gpa(2 * PAGE_SIZE), PAGE_SIZE, Duration::ZERO);
     let error = unmapped.expect_err("a command uses it");
     assert!(matches!(error, DmaError::Busy { .. }), "{error}");
-    scene.model.remove(&2);
-    scene.apply(3, &map(2));
-    let after = iova_of(&scene.window, 2);
+    test.model.remove(&2);
+    test.apply(3, &map(2));
+    let after = iova_of(&test.window, 2);
     assert_ne!(after, before);
-    assert!(scene.iommu.reaches(before).is_some(), "the command goes on");
-    assert!(scene.iommu.reaches(after).is_some());
-    let generation = scene.window.table().generation();
+    assert!(test.iommu.reaches(before).is_some(), "the command goes on");
+    assert!(test.iommu.reaches(after).is_some());
+    let generation = test.window.table().generation();
     table_use.adopt(generation, std::iter::empty());
     // The next change releases the pending unmap.
-    scene.apply(4, &map(9));
-    assert_eq!(scene.iommu.reaches(before), None);
-    scene.check();
+    test.apply(4, &map(9));
+    assert_eq!(test.iommu.reaches(before), None);
+    test.check();
 }
 
 #[test]
 fn memory_that_comes_back_where_the_iommu_keeps_it_lies_elsewhere() {
-    let mut scene = three_pages();
-    let before = iova_of(&scene.window, 2);
-    scene.iommu.keeps_all.store(true, Ordering::Relaxed);
-    let unmapped = scene.window.unmap(Gpa(2 * PAGE_SIZE), PAGE_SIZE);
+    let mut test = three_pages();
+    let before = iova_of(&test.window, 2);
+    test.iommu.keeps_all.store(true, Ordering::Relaxed);
+    let unmapped = test.window.unmap(Gpa(2 * PAGE_SIZE), PAGE_SIZE);
     assert_eq!(unmapped.expect("idle"), PAGE_SIZE);
-    scene.iommu.keeps_all.store(false, Ordering::Relaxed);
-    scene.model.remove(&2);
-    scene.apply(3, &map(2));
-    assert_ne!(iova_of(&scene.window, 2), before);
+    test.iommu.keeps_all.store(false, Ordering::Relaxed);
+    test.model.remove(&2);
+    test.apply(3, &map(2));
+    assert_ne!(iova_of(&test.window, 2), before);
 }
 
 proptest! {
     #[test]
     fn every_page_is_where_it_was_mapped(steps in prop::collection::vec(step(), 1..60)) {
-        let mut scene = WindowTest::new();
+        let mut test = WindowTest::new();
         for (number, step) in steps.iter().enumerate() {
-            scene.apply(number, step);
-            scene.check();
+            test.apply(number, step);
+            test.check();
         }
-        scene.window.unmap_all().expect("idle");
-        prop_assert!(scene.iommu.maps().is_empty());
+        test.window.unmap_all().expect("idle");
+        prop_assert!(test.iommu.maps().is_empty());
         // The whole space is free again.
-        prop_assert!(scene.space.allocate((1 << 39) - (4 << 20)).is_some());
+        prop_assert!(test.space.allocate((1 << 39) - (4 << 20)).is_some());
     }
 
     #[test]
@@ -345,16 +345,16 @@ proptest! {
         steps in prop::collection::vec(step(), 1..30),
         writes in prop::collection::vec((0..PAGES * PAGE_SIZE, 1..5 * PAGE_SIZE), 1..8),
     ) {
-        let mut scene = WindowTest::new();
+        let mut test = WindowTest::new();
         let (before, after) = steps.split_at(steps.len() / 2);
         for (number, step) in before.iter().enumerate() {
-            scene.apply(number, step);
+            test.apply(number, step);
         }
-        scene.window.start_dirty_log().expect("idle");
+        test.window.start_dirty_log().expect("idle");
         let mut expected = std::collections::BTreeSet::new();
         for (at, len) in writes {
             // Accesses by IOVA, as a drive does, in pieces that the table reports as contiguous.
-            let table = scene.window.table();
+            let table = test.window.table();
             let (mut at, end) = (at, at + len);
             while at < end {
                 let run = table.translate_prefix(
@@ -367,13 +367,13 @@ proptest! {
             }
         }
         for (number, step) in after.iter().enumerate() {
-            scene.apply(before.len() + number, step);
+            test.apply(before.len() + number, step);
         }
-        let told = scene.window.take_dirty_pages().expect("logged");
-        let told = told.iter().flat_map(|range| {
+        let reported = test.window.take_dirty_pages().expect("logged");
+        let reported = reported.iter().flat_map(|range| {
             let first = range.gpa.0 / PAGE_SIZE;
             first..first + range.len / PAGE_SIZE
         });
-        prop_assert_eq!(told.collect::<std::collections::BTreeSet<_>>(), expected);
+        prop_assert_eq!(reported.collect::<std::collections::BTreeSet<_>>(), expected);
     }
 }

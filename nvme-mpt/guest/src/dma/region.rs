@@ -37,14 +37,14 @@ pub(super) struct GuestFile {
 
 impl GuestFile {
     /// Returns the entry of `known` that maps these bytes of the file of `fd`. If there is none, maps the whole file, or only
-    /// these bytes if the file is larger than `room` bytes of address space. Returns `None` if even these bytes need more.
+    /// these bytes if the file is larger than `max_bytes` bytes of address space. Returns `None` if even these bytes need more.
     pub(super) fn find_or_map(
         known: &[Arc<Self>],
         fd: OwnedFd,
         offset: u64,
         len: usize,
         access: MappingAccess,
-        room: u64,
+        max_bytes: u64,
     ) -> io::Result<Option<Arc<Self>>> {
         if !offset.is_multiple_of(host_page_size() as u64) {
             return Err(io::Error::new(
@@ -59,13 +59,13 @@ impl GuestFile {
         if let Some(file) = known.iter().find(has_it) {
             return Ok(Some(file.clone()));
         }
-        if len as u64 > room {
+        if len as u64 > max_bytes {
             return Ok(None);
         }
         let end = offset.checked_add(len as u64);
         let whole = usize::try_from(status.len())
             .ok()
-            .filter(|size| *size as u64 <= room)
+            .filter(|size| *size as u64 <= max_bytes)
             .filter(|size| *size > len && end.is_some_and(|end| end <= status.len()))
             .and_then(|size| Mapping::shared_unreserved(file.as_fd(), size, access).ok());
         let (start, mapping) = match whole {
@@ -353,14 +353,14 @@ impl Drop for MappedByteCount {
 }
 
 impl MappedRegion {
-    /// Maps `place` for the host controller at its IOVAs in `extent`, which must contain it. `before` is called before each
-    /// piece of it is pinned, and may refuse the piece.
+    /// Maps `place` for the host controller at its IOVAs in `extent`, which must contain it. `before_pinning` is called before
+    /// each piece of it is pinned, and may refuse the piece.
     pub(super) fn new(
         place: GuestMemoryPart,
         extent: Arc<IovaExtent>,
         permit: BudgetPermit,
         pinned: MappedByteCount,
-        before: &mut BeforePinning<'_>,
+        before_pinning: &mut BeforePinning<'_>,
     ) -> io::Result<Self> {
         let mapping = &place.file.mapping;
         let part = place.mapping_range();
@@ -368,7 +368,7 @@ impl MappedRegion {
         let access = mapping.access();
         let part = extent
             .iova
-            .map(iova, mapping, part, access, permit, before)?;
+            .map(iova, mapping, part, access, permit, before_pinning)?;
         Ok(Self {
             part,
             place,

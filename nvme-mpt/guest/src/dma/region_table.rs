@@ -184,9 +184,9 @@ impl IovaHint {
 
 impl RegionTable {
     /// Completes the table after a change: increments its generation and sets its pending unmaps.
-    pub(super) fn complete(&mut self, departures: Vec<Arc<PendingUnmap>>) {
+    pub(super) fn complete(&mut self, pending_unmaps: Vec<Arc<PendingUnmap>>) {
         self.generation += 1;
-        self.pending_unmaps = departures;
+        self.pending_unmaps = pending_unmaps;
         self.array = match self.by_gpa.len() <= ARRAY_RUNS_MAX {
             true => self
                 .by_gpa
@@ -252,8 +252,8 @@ impl RegionTable {
         &self,
         generation: u64,
     ) -> impl Iterator<Item = &Arc<PendingUnmap>> {
-        let departures = self.pending_unmaps.iter();
-        departures.filter(move |departure| departure.generation() > generation)
+        let pending_unmaps = self.pending_unmaps.iter();
+        pending_unmaps.filter(move |unmap| unmap.generation() > generation)
     }
 
     /// Returns the number of the snapshot, which each change of the window increments.

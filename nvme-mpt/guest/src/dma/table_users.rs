@@ -41,8 +41,8 @@ impl TableUserProgress {
         self.adopted.store(generation, Ordering::Release);
     }
 
-    fn release(&self, departure: u64) {
-        self.held().retain(|held| *held != departure);
+    fn release(&self, generation: u64) {
+        self.held().retain(|held| *held != generation);
     }
 
     fn end(&self) {
@@ -50,8 +50,8 @@ impl TableUserProgress {
         self.adopted.store(u64::MAX, Ordering::Release);
     }
 
-    fn has_released(&self, departure: u64) -> bool {
-        self.adopted.load(Ordering::Acquire) >= departure && !self.held().contains(&departure)
+    fn has_released(&self, generation: u64) -> bool {
+        self.adopted.load(Ordering::Acquire) >= generation && !self.held().contains(&generation)
     }
 }
 
@@ -76,9 +76,9 @@ impl TableUser {
         self.waker.wake();
     }
 
-    /// Returns whether this user can no longer use the memory of the pending unmap of generation `departure`.
-    pub(super) fn has_released(&self, departure: u64) -> bool {
-        self.progress.has_released(departure)
+    /// Returns whether this user can no longer use the memory of the pending unmap of this `generation`.
+    pub(super) fn has_released(&self, generation: u64) -> bool {
+        self.progress.has_released(generation)
     }
 
     /// Returns whether the user has ended.
@@ -98,9 +98,9 @@ impl TableUse {
         self.0.progress.adopt(generation, held);
     }
 
-    /// Reports that none of the user's in-flight commands uses the memory of the pending unmap `departure` any more.
-    pub fn release(&self, departure: u64) {
-        self.0.progress.release(departure);
+    /// Reports that none of the user's in-flight commands uses the memory of the pending unmap of this `generation` any more.
+    pub fn release(&self, generation: u64) {
+        self.0.progress.release(generation);
     }
 }
 
@@ -110,9 +110,9 @@ impl Drop for TableUse {
     }
 }
 
-/// Waits at most `time` until no user can still use the memory of the pending unmap of generation `departure`. Returns false
+/// Waits at most `time` until no user can still use the memory of the pending unmap of this `generation`. Returns false
 /// after a timeout.
-pub(super) fn wait_for_release(users: &[Arc<TableUser>], departure: u64, time: Duration) -> bool {
+pub(super) fn wait_for_release(users: &[Arc<TableUser>], generation: u64, time: Duration) -> bool {
     let deadline = Deadline::after(&SystemClock::shared(), time);
     for user in users {
         user.wake();
@@ -120,7 +120,7 @@ pub(super) fn wait_for_release(users: &[Arc<TableUser>], departure: u64, time: D
     let mut eager = EAGER_CHECKS;
     let mut pause = Duration::from_micros(20);
     for user in users {
-        while !user.has_released(departure) {
+        while !user.has_released(generation) {
             if eager > 0 {
                 eager -= 1;
                 std::hint::spin_loop();

@@ -246,11 +246,11 @@ fn blocks_merge_only_if_file_offset_and_rights_continue() {
     };
     window.map(constant).expect("map");
     assert_eq!(runs(&window), 3);
-    let elsewhere = MemoryRegion {
+    let other_region = MemoryRegion {
         offset: 9 * BLOCK,
         ..block(&file, 3)
     };
-    window.map(elsewhere).expect("map");
+    window.map(other_region).expect("map");
     assert_eq!(runs(&window), 4);
     window
         .map(part(&other, (4 << 30) + 4 * BLOCK, 4 * BLOCK, BLOCK))
@@ -297,8 +297,8 @@ fn an_offset_beyond_all_files_is_refused() {
 fn memory_that_may_block_is_mapped_only_on_request() {
     // A directory beside the program, because /tmp may be a tmpfs.
     let program = std::env::current_exe().expect("a path");
-    let folder = program.parent().expect("a folder");
-    let file = tempfile::tempfile_in(folder).expect("a file");
+    let dir = program.parent().expect("a folder");
+    let file = tempfile::tempfile_in(dir).expect("a file");
     file.set_len(BLOCK).expect("room");
     let file = OwnedFd::from(file);
     let error = window()
@@ -308,8 +308,8 @@ fn memory_that_may_block_is_mapped_only_on_request() {
         panic!("{error}");
     };
     let remedies = ["memfd", "/dev/shm", "hugetlbfs", "memory=any"];
-    for said in remedies.iter().chain([&file_system.as_str()]) {
-        assert!(error.to_string().contains(said), "{error}");
+    for expected in remedies.iter().chain([&file_system.as_str()]) {
+        assert!(error.to_string().contains(expected), "{error}");
     }
     assert_ne!(file_system, "another kind", "{error}");
     let any = window().with_kinds(MemoryKinds::Any);
@@ -385,13 +385,13 @@ fn no_vm_takes_the_address_space_of_others() {
     };
     assert_eq!((gpa, len), (Gpa(1 << 50), LARGE));
     assert_eq!(left, MAX_FILE_BYTES - LARGE - BLOCK);
-    let said = error.to_string();
+    let expected = error.to_string();
     for named in [
         "0x4000000000000+0x60000000000",
         "0x80000000000",
         "0x1ffffe00000",
     ] {
-        assert!(said.contains(named), "{said}");
+        assert!(expected.contains(named), "{expected}");
     }
     // The mapped regions still work, and so do other windows.
     greedy.write(Gpa(1 << 30), &[1]).expect("mapped");
@@ -467,7 +467,7 @@ fn memory_is_unmapped_when_its_window_is_dropped_while_another_thread_looks_at_i
 }
 
 #[test]
-fn former_memory_is_remapped_whatever_others_hold() {
+fn inherited_memory_is_remapped_whatever_others_hold() {
     const MAX: u64 = 1024;
     let file = memfd(2 * MAX * PAGE_SIZE);
     let page = |number: u64| {
@@ -517,10 +517,10 @@ fn former_memory_is_remapped_whatever_others_hold() {
 }
 
 #[test]
-fn former_memory_needs_only_address_space() {
+fn inherited_memory_needs_only_address_space() {
     const LEN: u64 = 252 << 20;
-    let folder = tempfile::tempdir().expect("a folder");
-    let account = MemoryAccount::with_root(folder.path());
+    let dir = tempfile::tempdir().expect("a folder");
+    let account = MemoryAccount::with_root(dir.path());
     let file = memfd(LEN);
     // The region takes all IOVAs except for the unusable part and the driver's reserve.
     let window = DmaWindow::new(LimitedIommu::space(1, 256 << 20)).with_account(account);

@@ -431,8 +431,11 @@ pub(crate) mod tests {
         let doorbell = Doorbell::SqTail(QueueId(2));
         made.store(doorbell, 7);
         let file = || made.fd().try_clone_to_owned().expect("a descriptor");
-        let kept = DoorbellPage::from_persisted(file(), mode, stride, 4).expect("the same");
-        assert_eq!((kept.load(doorbell), kept.dstrd()), (7, made.dstrd()));
+        let restored = DoorbellPage::from_persisted(file(), mode, stride, 4).expect("the same");
+        assert_eq!(
+            (restored.load(doorbell), restored.dstrd()),
+            (7, made.dstrd())
+        );
         File::from(file()).set_len(0).expect_err("sealed");
 
         let refused = |fd, pairs| {

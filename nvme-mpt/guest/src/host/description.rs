@@ -290,9 +290,9 @@ mod tests {
     fn a_structure_is_kept_as_its_bytes_that_are_not_zero() {
         let bytes = [0_u8, 7, 8, 0, 0, 9, 0];
         let structure = SparseStructure::from_structure(&bytes);
-        let kept = serde_json::to_string(&structure).unwrap();
+        let text = serde_json::to_string(&structure).unwrap();
         let runs = r#"[{"offset":1,"bytes":[7,8]},{"offset":5,"bytes":[9]}]"#;
-        assert_eq!(kept, runs);
+        assert_eq!(text, runs);
         assert_eq!(structure.to_bytes(7), bytes);
         assert_eq!(
             structure.to_bytes(2),

@@ -10,10 +10,10 @@ pub trait LeaseChangeLog {
     fn changes(&self) -> UnreportedChanges;
 
     /// Adds changes that a predecessor had not reported to the guest.
-    fn restore(&self, untold: &UnreportedChanges);
+    fn restore(&self, unreported: &UnreportedChanges);
 
     /// Removes changes that were reported to the guest. Changes that came after the report was made stay.
-    fn remove(&self, told: &UnreportedChanges);
+    fn remove(&self, reported: &UnreportedChanges);
 }
 
 /// Changes that were not reported to the guest yet.
@@ -66,15 +66,15 @@ impl UnreportedChanges {
     }
 
     /// Adds another list of changes that were not reported to the guest yet.
-    pub fn merge(&mut self, untold: &Self) {
-        untold.ids.iter().for_each(|id| self.add(*id));
-        self.more |= untold.more;
+    pub fn merge(&mut self, unreported: &Self) {
+        unreported.ids.iter().for_each(|id| self.add(*id));
+        self.more |= unreported.more;
     }
 
     /// Removes changes that were reported to the guest. They must be the first ones in this list.
-    pub fn remove(&mut self, told: &Self) {
-        self.ids.drain(..told.ids.len().min(self.ids.len()));
-        self.more &= !told.more;
+    pub fn remove(&mut self, message: &Self) {
+        self.ids.drain(..message.ids.len().min(self.ids.len()));
+        self.more &= !message.more;
     }
 
     /// Returns the log page. If there are more changes than it can list, it lists none and reports the overflow.

@@ -55,14 +55,14 @@ impl ExitCounter {
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if the file has another layout; the kernel's error if it cannot be mapped.
-    pub fn from_file(live: BorrowedFd<'_>) -> io::Result<Self> {
+    pub fn from_file(inflight: BorrowedFd<'_>) -> io::Result<Self> {
         let invalid = || {
             io::Error::new(
                 io::ErrorKind::InvalidData,
                 "in-flight tracking of another layout",
             )
         };
-        let file = File::from(live.try_clone_to_owned()?);
+        let file = File::from(inflight.try_clone_to_owned()?);
         let len = file.metadata()?.len();
         let most = word_offset(MAX_QUEUE_PAIRS.into()) as u64;
         if len < POSITIONS as u64 {

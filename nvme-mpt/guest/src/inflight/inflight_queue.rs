@@ -301,19 +301,19 @@ mod tests {
     fn numbers_begin_anew_before_they_reach_the_queues_identifier() {
         let state = InflightFile::new(1).expect("memory");
         let qid = QueueId(1);
-        let mut live = state.sq_head(qid).expect("a queue");
+        let mut inflight = state.sq_head(qid).expect("a queue");
         let head = RingIndex::from_index(RingSize::new(8).expect("entries"), 5).expect("below");
-        live.init(head);
-        assert_eq!(live.load().number, NUMBER_GAP);
-        live.store(head, live.next.with_number(u32::MAX - BATCH_MAX));
-        let mark = live.begin_batch(head);
+        inflight.init(head);
+        assert_eq!(inflight.load().number, NUMBER_GAP);
+        inflight.store(head, inflight.next.with_number(u32::MAX - BATCH_MAX));
+        let mark = inflight.begin_batch(head);
         assert_eq!(mark.unsettled_number(), Some(u32::MAX - BATCH_MAX));
-        live.store(head, mark.next());
-        let mark = live.begin_batch(head);
+        inflight.store(head, mark.next());
+        let mark = inflight.begin_batch(head);
         assert_eq!(mark.unsettled_number(), Some(0));
         assert_eq!((mark.sqid(), mark.is_in_flight()), (qid, true));
         assert_eq!(
-            live.load(),
+            inflight.load(),
             RecordedSqHead {
                 index: 5,
                 number: 0

@@ -330,8 +330,8 @@ impl ChangeRecord {
     }
 
     /// Records whether there are unreported changes.
-    pub fn set(&self, untold: bool) {
-        self.0.store(untold.into());
+    pub fn set(&self, unreported: bool) {
+        self.0.store(unreported.into());
     }
 }
 
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_of_version_1_is_taken_up() {
+    fn the_state_of_version_1_is_restored() {
         let fd = nvme_mpt_memory::sealed_memfd(c"stored", STORED_LEN as u64).expect("memory");
         let file = File::from(fd.try_clone().expect("descriptor"));
         for (offset, word) in STORED {
@@ -421,9 +421,9 @@ mod tests {
         assert_eq!((tail, head), ((5, true, false), 3));
         let recorded = state.sq_head(qid).expect("a queue").load();
         assert_eq!((recorded.index, recorded.number), (6, 0x0010_0002));
-        let marked = queue.inflight_slots();
-        let [slot] = &marked[..] else {
-            panic!("one slot is marked: {marked:?}");
+        let slots = queue.inflight_slots();
+        let [slot] = &slots[..] else {
+            panic!("one slot is marked: {slots:?}");
         };
         assert_eq!((slot.slot, slot.mark.sqid()), (9, qid));
         assert_eq!(slot.mark.unsettled_number(), Some(0x0010_0000));
@@ -436,7 +436,7 @@ mod tests {
 
     #[test]
     fn a_file_of_another_size_or_layout_or_that_can_shrink_is_refused() {
-        let kept = |fd: OwnedFd, pairs| {
+        let restore = |fd: OwnedFd, pairs| {
             let error = InflightFile::from_persisted(fd, pairs).expect_err("refused");
             assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
             error.to_string()
@@ -444,18 +444,18 @@ mod tests {
         let state = InflightFile::new(2).expect("memory");
         let share = || state.fd().try_clone_to_owned().expect("descriptor");
         assert!(InflightFile::from_persisted(share(), 2).is_ok());
-        assert!(kept(share(), 1).contains("size"));
-        assert!(kept(share(), 3).contains("size"));
+        assert!(restore(share(), 1).contains("size"));
+        assert!(restore(share(), 3).contains("size"));
         let magic = state.word(0).expect("inside");
         magic.store(MAGIC + (1 << 56));
-        assert!(kept(share(), 2).contains("another release"));
+        assert!(restore(share(), 2).contains("another release"));
         let len = InflightFile::file_len(2) as u64;
         let open = nvme_mpt_memory::memfd(c"open", len).expect("memory");
-        assert!(kept(open, 2).contains("truncated"));
+        assert!(restore(open, 2).contains("truncated"));
     }
 
     #[test]
-    fn crashes_are_read_of_any_file_of_live_state_and_no_other() {
+    fn crashes_are_read_of_any_inflight_file_and_no_other() {
         let state = InflightFile::new(2).expect("memory");
         let crashes = InflightFile::read_crashes(state.fd()).expect("a record");
         assert_eq!(crashes.crashes(), 0);
@@ -473,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn only_queues_that_can_exist_have_live_state() {
+    fn only_queues_that_can_exist_have_inflight_state() {
         let state = InflightFile::new(2).expect("memory");
         for (qid, exists) in [(0, false), (1, true), (2, true), (3, false)] {
             assert_eq!(state.queue(QueueId(qid)).is_some(), exists);

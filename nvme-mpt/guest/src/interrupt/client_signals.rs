@@ -221,17 +221,17 @@ impl ClientEventFd {
     /// Signals the eventfd. Returns `false` if that failed or the counter was full. The next signal then makes up for this one.
     #[inline]
     pub(crate) fn signal(self: &Arc<Self>) -> bool {
-        let manner = &self.signals.state;
-        let way = manner.path.load(Ordering::Relaxed);
+        let state = &self.signals.state;
+        let way = state.path.load(Ordering::Relaxed);
         if way == THREAD {
             return self.signals.delegate(self);
         }
         let measured = (way == SUSPECT).then(thread_time);
         let began = Ticks::now();
-        let signalled = manner.signal(&self.eventfd);
+        let signalled = state.signal(&self.eventfd);
         let ticks = Ticks::now().since(began);
-        if ticks > manner.slow_ticks || measured.is_some() {
-            manner.record_duration(
+        if ticks > state.slow_ticks || measured.is_some() {
+            state.record_duration(
                 ticks,
                 measured.map(|before| thread_time().saturating_sub(before)),
             );
@@ -239,10 +239,10 @@ impl ClientEventFd {
         match signalled {
             Ok(()) => true,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {
-                manner.record_blocked();
-                match manner.path.load(Ordering::Relaxed) {
+                state.record_blocked();
+                match state.path.load(Ordering::Relaxed) {
                     THREAD => self.signals.delegate(self),
-                    _ => manner.signal(&self.eventfd).is_ok(),
+                    _ => state.signal(&self.eventfd).is_ok(),
                 }
             }
             Err(_) => false,
@@ -352,9 +352,9 @@ impl ClientSignalState {
                 self.record_blocked();
             }
             drop(eventfd);
-            let rest = self.record_thread_signal(thread_time().saturating_sub(before), &mut quick);
-            if !rest.is_zero() {
-                clock::sleep(rest);
+            let pause = self.record_thread_signal(thread_time().saturating_sub(before), &mut quick);
+            if !pause.is_zero() {
+                clock::sleep(pause);
             }
         }
     }
@@ -464,36 +464,36 @@ mod tests {
     #[test]
     fn slow_signals_move_to_a_thread_by_their_processor_time_alone() {
         let signals = signals(EventReader::Untrusted);
-        let manner = &signals.state;
-        let (quick, slow) = (manner.slow_ticks / 10, manner.slow_ticks * 100);
+        let state = &signals.state;
+        let (quick, slow) = (state.slow_ticks / 10, state.slow_ticks * 100);
         // The poller was preempted during the slow signal.
-        manner.record_duration(slow, None);
+        state.record_duration(slow, None);
         assert_eq!(way(&signals), SUSPECT);
-        manner.record_duration(slow, Some(QUICKLY));
+        state.record_duration(slow, Some(QUICKLY));
         for _ in 0..MEASURED_SIGNALS {
             assert_eq!(way(&signals), SUSPECT);
-            manner.record_duration(quick, Some(QUICKLY));
+            state.record_duration(quick, Some(QUICKLY));
         }
         assert_eq!(way(&signals), DIRECT);
         let decide = || {
             for _ in 0..SLOW_MAX {
                 assert_eq!(way(&signals), SUSPECT);
-                manner.record_duration(slow, Some(SLOWLY));
+                state.record_duration(slow, Some(SLOWLY));
             }
             assert_eq!(way(&signals), THREAD);
         };
-        manner.record_duration(slow, None);
+        state.record_duration(slow, None);
         decide();
         // The client's thread gets a hundredth of a processor. After each return to the poller, the thread has to signal for
         // longer before the next return.
         let mut done = 0;
-        let rest = manner.record_thread_signal(SLOWLY, &mut done);
-        assert_eq!(rest, SLOWLY * REST_FACTOR);
+        let pause = state.record_thread_signal(SLOWLY, &mut done);
+        assert_eq!(pause, SLOWLY * REST_FACTOR);
         for returns in 0..3 {
             for _ in 0..QUICK_SIGNALS << returns {
                 assert_eq!(way(&signals), THREAD, "{returns}");
-                let rest = manner.record_thread_signal(QUICKLY, &mut done);
-                assert_eq!(rest, Duration::ZERO);
+                let pause = state.record_thread_signal(QUICKLY, &mut done);
+                assert_eq!(pause, Duration::ZERO);
             }
             decide();
         }
@@ -558,21 +558,21 @@ mod tests {
         },
         SignalTestClient {
             name: "a blocking eventfd that is full",
-            signal: |manner| match manner.uses_writes.load(Ordering::Relaxed) {
+            signal: |state| match state.uses_writes.load(Ordering::Relaxed) {
                 true => (15_000_000, true),
                 false => (NOTIFY, false),
             },
         },
         SignalTestClient {
             name: "watches that come and go, as soon as its signals are direct again",
-            signal: |manner| match manner.path.load(Ordering::Relaxed) {
+            signal: |state| match state.path.load(Ordering::Relaxed) {
                 THREAD => (WRITE, false),
                 _ => (10_000_000, false),
             },
         },
         SignalTestClient {
             name: "one of its eventfds is watched, and signalled whenever signals are not measured",
-            signal: |manner| match manner.path.load(Ordering::Relaxed) {
+            signal: |state| match state.path.load(Ordering::Relaxed) {
                 DIRECT => (10_000_000, false),
                 _ => (WRITE, false),
             },
@@ -585,7 +585,7 @@ mod tests {
         const PASSES: u64 = 100_000;
         const COMMAND: u64 = 500;
         let signals = signals(EventReader::Trusted);
-        let manner = ClientSignalState {
+        let state = ClientSignalState {
             slow_ticks: SLOW_SIGNAL.as_nanos() as u64,
             ..Arc::into_inner(Arc::into_inner(signals).expect("one").state).expect("one")
         };
@@ -595,19 +595,19 @@ mod tests {
             let Some(attacker) = attacker else {
                 return others + WRITE;
             };
-            let way = manner.path.load(Ordering::Relaxed);
-            let (time, waited) = (attacker.signal)(&manner);
+            let way = state.path.load(Ordering::Relaxed);
+            let (time, waited) = (attacker.signal)(&state);
             if way == THREAD {
                 // Meanwhile, the client's thread signals.
-                manner.record_thread_signal(Duration::from_nanos(time), &mut by_thread);
+                state.record_thread_signal(Duration::from_nanos(time), &mut by_thread);
                 return others + HAND_OVER;
             }
             let processor = (way == SUSPECT && !waited).then_some(Duration::from_nanos(time));
-            if time > manner.slow_ticks || processor.is_some() {
-                manner.record_duration(time, processor);
+            if time > state.slow_ticks || processor.is_some() {
+                state.record_duration(time, processor);
             }
             if waited {
-                manner.record_blocked();
+                state.record_blocked();
             }
             others + time
         };
@@ -620,8 +620,12 @@ mod tests {
     fn others_on_the_poller_of_an_attacker_take_twice_their_time_at_most() {
         let alone = pass_of_1000(None);
         for attacker in ATTACKERS {
-            let beside = pass_of_1000(Some(attacker));
-            assert!(beside <= 2 * alone, "{}: {alone}, {beside}", attacker.name);
+            let attacked = pass_of_1000(Some(attacker));
+            assert!(
+                attacked <= 2 * alone,
+                "{}: {alone}, {attacked}",
+                attacker.name
+            );
         }
     }
 }

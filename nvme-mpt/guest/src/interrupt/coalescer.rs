@@ -60,7 +60,7 @@ impl InterruptCoalescer {
     pub fn new(
         vector: Option<Arc<InterruptVector>>,
         coalescing: Arc<CoalescingFeature>,
-        moderation: PolicyChoice,
+        choice: PolicyChoice,
         rate: TickRate,
     ) -> Self {
         Self {
@@ -68,7 +68,7 @@ impl InterruptCoalescer {
             coalescing,
             owed: 0,
             owed_since: Ticks::default(),
-            policy: CoalescingPolicy::new(moderation, rate),
+            policy: CoalescingPolicy::new(choice, rate),
             held_until: None,
             timeout: rate.ticks(RESIGNAL_TIMEOUT),
             signalled_at: Ticks::default(),
@@ -114,8 +114,8 @@ impl InterruptCoalescer {
     /// Signals the vector if the guest, which has these outstanding commands, needs an interrupt now. Returns whether the
     /// vector was signalled.
     #[inline]
-    pub fn signal_if_due(&mut self, standing: OutstandingCommands, now: Ticks) -> bool {
-        let unconsumed = standing.unconsumed;
+    pub fn signal_if_due(&mut self, outstanding: OutstandingCommands, now: Ticks) -> bool {
+        let unconsumed = outstanding.unconsumed;
         if !self.needs_signal(unconsumed) {
             return false;
         }
@@ -138,7 +138,7 @@ impl InterruptCoalescer {
                 completions: unknown,
                 since: self.owed_since,
             };
-            self.held_until = self.policy.hold_until(owed, standing.in_flight, now);
+            self.held_until = self.policy.hold_until(owed, outstanding.in_flight, now);
             if self.held_until.is_some() {
                 return false;
             }
@@ -158,17 +158,17 @@ impl InterruptCoalescer {
     #[cold]
     pub fn signal_pin_if_due(
         &mut self,
-        standing: OutstandingCommands,
+        outstanding: OutstandingCommands,
         now: Ticks,
         epoch: PinEpoch,
     ) -> bool {
-        let unconsumed = standing.unconsumed;
+        let unconsumed = outstanding.unconsumed;
         if !self.needs_signal(unconsumed) {
             return false;
         }
         let flags = self.vector.as_ref().map_or(0, |vector| vector.flags());
-        let (was_told, untold) = (self.owed & SIGNALLED != 0, self.owed & !SIGNALLED);
-        let is_at_it = was_told && unconsumed > untold;
+        let (was_told, unreported) = (self.owed & SIGNALLED != 0, self.owed & !SIGNALLED);
+        let is_at_it = was_told && unconsumed > unreported;
         let most = self.timeout.saturating_mul(TIMEOUT_GROWTH_MAX);
         // If the level falls at a BAR access, the guest may not have seen all entries by then. If the level were raised now, it
         // would stay high after the guest has consumed them.
@@ -177,7 +177,10 @@ impl InterruptCoalescer {
             self.held_until = Some(due);
             return false;
         }
-        if !is_at_it && flags & NO_COALESCING == 0 && self.should_hold_back(untold, standing, now) {
+        if !is_at_it
+            && flags & NO_COALESCING == 0
+            && self.should_hold_back(unreported, outstanding, now)
+        {
             return false;
         }
         if self
@@ -201,30 +204,35 @@ impl InterruptCoalescer {
         true
     }
 
-    /// Returns whether the interrupt is held back for more completions. `untold` is the number of completions that were posted
-    /// since the last signal.
-    fn should_hold_back(&mut self, untold: u32, standing: OutstandingCommands, now: Ticks) -> bool {
+    /// Returns whether the interrupt is held back for more completions. `unreported` is the number of completions for which the
+    /// guest was not interrupted yet.
+    fn should_hold_back(
+        &mut self,
+        unreported: u32,
+        outstanding: OutstandingCommands,
+        now: Ticks,
+    ) -> bool {
         let (threshold, time) = self.coalescing.get();
         let waited = now.since(self.owed_since);
         if time != 0 {
             let ticks = u64::from(time) * self.ticks_per_100us;
-            let holds = untold < threshold && waited < ticks;
+            let holds = unreported < threshold && waited < ticks;
             self.held_until = holds.then(|| Ticks(self.owed_since.0.saturating_add(ticks)));
             return holds;
         }
         let owed = UnsignaledCompletions {
-            completions: untold.min(standing.unconsumed),
+            completions: unreported.min(outstanding.unconsumed),
             since: self.owed_since,
         };
-        self.held_until = self.policy.hold_until(owed, standing.in_flight, now);
+        self.held_until = self.policy.hold_until(owed, outstanding.in_flight, now);
         self.held_until.is_some()
     }
 
     /// Signals the owed interrupt before the poller sleeps, unless the interrupt is held back until [due](Self::due). Returns
     /// whether the vector was signalled.
-    pub fn signal_before_sleep(&mut self, standing: OutstandingCommands, now: Ticks) -> bool {
-        self.signal_if_due(standing, now)
-            || (self.held_until.is_none() && self.signal_now(standing.unconsumed))
+    pub fn signal_before_sleep(&mut self, outstanding: OutstandingCommands, now: Ticks) -> bool {
+        self.signal_if_due(outstanding, now)
+            || (self.held_until.is_none() && self.signal_now(outstanding.unconsumed))
     }
 
     /// Signals the owed interrupt at once instead of holding it back, because the queue will not be polled for some time.
@@ -277,7 +285,7 @@ mod tests {
         }
     }
 
-    fn gate() -> (
+    fn new_coalescer() -> (
         Arc<InterruptVector>,
         Arc<CoalescingFeature>,
         InterruptCoalescer,
@@ -286,209 +294,222 @@ mod tests {
             InterruptVector::new(),
             Arc::new(CoalescingFeature::default()),
         );
-        let gate = InterruptCoalescer::new(
+        let coalescer = InterruptCoalescer::new(
             Some(vector.clone()),
             coalescing.clone(),
             PolicyChoice::Learned,
             TickRate::NANOSECOND,
         );
-        (vector, coalescing, gate)
+        (vector, coalescing, coalescer)
     }
 
     #[test]
     fn one_signal_per_batch_and_none_before_the_last_was_consumed() {
-        let (vector, _, mut gate) = gate();
-        gate.on_posted(5, Ticks(1));
-        assert!(gate.signal_if_due(left(5), Ticks(1)));
-        gate.on_posted(3, Ticks(2));
+        let (vector, _, mut coalescer) = new_coalescer();
+        coalescer.on_posted(5, Ticks(1));
+        assert!(coalescer.signal_if_due(left(5), Ticks(1)));
+        coalescer.on_posted(3, Ticks(2));
         assert!(
-            !gate.signal_if_due(left(8), Ticks(2)),
+            !coalescer.signal_if_due(left(8), Ticks(2)),
             "the guest has not consumed the first five"
         );
         assert!(
-            !gate.signal_if_due(left(4), Ticks(3)),
+            !coalescer.signal_if_due(left(4), Ticks(3)),
             "nor all of them now"
         );
         assert!(
-            gate.signal_if_due(left(3), Ticks(4)),
+            coalescer.signal_if_due(left(3), Ticks(4)),
             "it stopped short of the last three"
         );
-        gate.on_posted(1, Ticks(5));
+        coalescer.on_posted(1, Ticks(5));
         assert!(
-            !gate.signal_if_due(left(0), Ticks(6)),
+            !coalescer.signal_if_due(left(0), Ticks(6)),
             "it found the last one by itself"
         );
-        assert!(!gate.is_owed());
+        assert!(!coalescer.is_owed());
         assert_eq!(vector.signal_count(), 2);
     }
 
     #[test]
     fn a_slow_guest_is_reminded() {
-        let (_, _, mut gate) = gate();
-        gate.on_posted(1, Ticks(1));
-        assert!(gate.signal_if_due(left(1), Ticks(1)));
-        gate.on_posted(1, Ticks(2));
-        assert!(!gate.signal_if_due(left(2), Ticks(3)));
-        assert!(gate.signal_if_due(left(2), Ticks(2 + gate.timeout)));
-        gate.on_posted(1, Ticks(9));
-        assert!(gate.signal_now(2));
+        let (_, _, mut coalescer) = new_coalescer();
+        coalescer.on_posted(1, Ticks(1));
+        assert!(coalescer.signal_if_due(left(1), Ticks(1)));
+        coalescer.on_posted(1, Ticks(2));
+        assert!(!coalescer.signal_if_due(left(2), Ticks(3)));
+        assert!(coalescer.signal_if_due(left(2), Ticks(2 + coalescer.timeout)));
+        coalescer.on_posted(1, Ticks(9));
+        assert!(coalescer.signal_now(2));
     }
 
     #[test]
     fn coalescing_waits_for_its_threshold_or_time() {
-        let (vector, coalescing, mut gate) = gate();
+        let (vector, coalescing, mut coalescer) = new_coalescer();
         coalescing.set(3, 2);
-        gate.on_posted(3, Ticks(0));
-        assert!(!gate.signal_if_due(left(3), Ticks(1)));
-        gate.on_posted(1, Ticks(2));
-        assert!(gate.signal_if_due(left(4), Ticks(2)), "four completions");
-        gate.on_posted(1, Ticks(10));
-        assert!(!gate.signal_if_due(left(1), Ticks(11)));
+        coalescer.on_posted(3, Ticks(0));
+        assert!(!coalescer.signal_if_due(left(3), Ticks(1)));
+        coalescer.on_posted(1, Ticks(2));
         assert!(
-            gate.signal_if_due(left(1), Ticks(10 + 2 * gate.ticks_per_100us)),
+            coalescer.signal_if_due(left(4), Ticks(2)),
+            "four completions"
+        );
+        coalescer.on_posted(1, Ticks(10));
+        assert!(!coalescer.signal_if_due(left(1), Ticks(11)));
+        assert!(
+            coalescer.signal_if_due(left(1), Ticks(10 + 2 * coalescer.ticks_per_100us)),
             "200 us"
         );
         vector.set_coalescing_disabled(true);
-        gate.on_posted(1, Ticks(0));
-        assert!(gate.signal_if_due(left(1), Ticks(0)));
+        coalescer.on_posted(1, Ticks(0));
+        assert!(coalescer.signal_if_due(left(1), Ticks(0)));
     }
 
-    fn settle_pin(gate: &mut InterruptCoalescer, unconsumed: u32, now: Ticks) -> bool {
-        let epoch = gate.pin().expect("the pin").pin_epoch();
-        gate.signal_pin_if_due(left(unconsumed), now, epoch)
+    fn settle_pin(coalescer: &mut InterruptCoalescer, unconsumed: u32, now: Ticks) -> bool {
+        let epoch = coalescer.pin().expect("the pin").pin_epoch();
+        coalescer.signal_pin_if_due(left(unconsumed), now, epoch)
     }
 
     #[test]
     fn the_pin_is_owed_until_all_entries_are_consumed() {
-        let (vector, _, mut gate) = gate();
+        let (vector, _, mut coalescer) = new_coalescer();
         let eventfd = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
         vector.set_eventfd(Some(eventfd));
         vector.set_pin(Some(PinDeassertion::Acknowledgement));
-        gate.on_posted(2, Ticks(1));
-        assert!(settle_pin(&mut gate, 2, Ticks(1)));
-        gate.on_posted(1, Ticks(2));
-        assert!(!settle_pin(&mut gate, 1, Ticks(2)), "it is high");
-        let due = gate.due().expect("the poller looks again");
-        assert!(due > Ticks(2) && gate.is_owed());
+        coalescer.on_posted(2, Ticks(1));
+        assert!(settle_pin(&mut coalescer, 2, Ticks(1)));
+        coalescer.on_posted(1, Ticks(2));
+        assert!(!settle_pin(&mut coalescer, 1, Ticks(2)), "it is high");
+        let due = coalescer.due().expect("the poller looks again");
+        assert!(due > Ticks(2) && coalescer.is_owed());
         vector.end_of_interrupt();
         // The guest acknowledges an interrupt while the poller still uses the CQ head that it read before.
         let before = vector.pin_epoch();
         vector.end_of_interrupt();
-        assert!(!gate.signal_pin_if_due(left(1), Ticks(3), before));
-        assert!(settle_pin(&mut gate, 1, Ticks(3)), "a newer entry");
+        assert!(!coalescer.signal_pin_if_due(left(1), Ticks(3), before));
+        assert!(settle_pin(&mut coalescer, 1, Ticks(3)), "a newer entry");
         vector.end_of_interrupt();
-        assert!(settle_pin(&mut gate, 1, Ticks(4)), "an entry that was left");
+        assert!(
+            settle_pin(&mut coalescer, 1, Ticks(4)),
+            "an entry that was left"
+        );
         vector.end_of_interrupt();
-        assert!(!settle_pin(&mut gate, 0, Ticks(5)));
-        assert!(!gate.is_owed() && gate.due().is_none());
+        assert!(!settle_pin(&mut coalescer, 0, Ticks(5)));
+        assert!(!coalescer.is_owed() && coalescer.due().is_none());
         // The pending interrupt of an idle queue stays pending.
-        gate.on_posted(1, Ticks(6));
-        assert!(gate.signal_now(1));
-        assert!(gate.is_owed());
-        assert!(!gate.signal_now(0));
-        assert!(!gate.is_owed());
+        coalescer.on_posted(1, Ticks(6));
+        assert!(coalescer.signal_now(1));
+        assert!(coalescer.is_owed());
+        assert!(!coalescer.signal_now(0));
+        assert!(!coalescer.is_owed());
     }
 
     #[test]
     fn a_pin_that_falls_by_an_access_is_not_raised_for_a_guest_that_is_at_it() {
-        let (vector, _, mut gate) = gate();
+        let (vector, _, mut coalescer) = new_coalescer();
         let eventfd = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
         vector.set_eventfd(Some(eventfd));
         vector.set_pin(Some(PinDeassertion::Access));
-        gate.on_posted(2, Ticks(1));
-        assert!(settle_pin(&mut gate, 2, Ticks(1)));
+        coalescer.on_posted(2, Ticks(1));
+        assert!(settle_pin(&mut coalescer, 2, Ticks(1)));
         vector.end_of_interrupt();
-        let due = gate.due().expect("it looks again");
-        assert_eq!(due, Ticks(1 + gate.timeout));
-        assert!(!settle_pin(&mut gate, 2, Ticks(2)));
-        assert_eq!(gate.due(), Some(due), "the poller may sleep until then");
+        let due = coalescer.due().expect("it looks again");
+        assert_eq!(due, Ticks(1 + coalescer.timeout));
+        assert!(!settle_pin(&mut coalescer, 2, Ticks(2)));
+        assert_eq!(
+            coalescer.due(),
+            Some(due),
+            "the poller may sleep until then"
+        );
         // A guest that is consuming finds newer entries without an interrupt.
-        gate.on_posted(1, Ticks(3));
-        assert!(!settle_pin(&mut gate, 3, Ticks(3)));
-        // The guest has consumed the entries of the last signal, but not the newer entry.
-        assert!(settle_pin(&mut gate, 1, Ticks(4)));
+        coalescer.on_posted(1, Ticks(3));
+        assert!(!settle_pin(&mut coalescer, 3, Ticks(3)));
+        // The guest has consumed the signalled entries, but not the newer one.
+        assert!(settle_pin(&mut coalescer, 1, Ticks(4)));
         vector.end_of_interrupt();
         // The guest leaves an entry unconsumed, and the coalescer checks for that at longer and longer intervals.
         let mut now = Ticks(4);
         for growth in [1, 2, 4, 8, 16, 32, 64, 64, 64] {
-            now.0 += growth * gate.timeout;
-            assert!(!settle_pin(&mut gate, 1, Ticks(now.0 - 1)), "{growth}");
-            assert!(settle_pin(&mut gate, 1, now), "{growth}");
+            now.0 += growth * coalescer.timeout;
+            assert!(!settle_pin(&mut coalescer, 1, Ticks(now.0 - 1)), "{growth}");
+            assert!(settle_pin(&mut coalescer, 1, now), "{growth}");
             vector.end_of_interrupt();
         }
-        assert!(!settle_pin(&mut gate, 0, now));
-        assert!(!gate.is_owed());
+        assert!(!settle_pin(&mut coalescer, 0, now));
+        assert!(!coalescer.is_owed());
     }
 
     #[test]
     fn the_pin_is_coalesced_as_messages_are() {
-        let (vector, coalescing, mut gate) = gate();
+        let (vector, coalescing, mut coalescer) = new_coalescer();
         let eventfd = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
         vector.set_eventfd(Some(eventfd));
         vector.set_pin(Some(PinDeassertion::Acknowledgement));
         coalescing.set(3, 2);
-        let time = 2 * gate.ticks_per_100us;
-        gate.on_posted(3, Ticks(0));
-        assert!(!settle_pin(&mut gate, 3, Ticks(1)));
-        assert_eq!(gate.due(), Some(Ticks(time)));
-        gate.on_posted(1, Ticks(2));
-        assert!(settle_pin(&mut gate, 4, Ticks(2)), "four completions");
+        let time = 2 * coalescer.ticks_per_100us;
+        coalescer.on_posted(3, Ticks(0));
+        assert!(!settle_pin(&mut coalescer, 3, Ticks(1)));
+        assert_eq!(coalescer.due(), Some(Ticks(time)));
+        coalescer.on_posted(1, Ticks(2));
+        assert!(settle_pin(&mut coalescer, 4, Ticks(2)), "four completions");
         vector.end_of_interrupt();
-        assert!(settle_pin(&mut gate, 1, Ticks(3)), "an entry that was left");
+        assert!(
+            settle_pin(&mut coalescer, 1, Ticks(3)),
+            "an entry that was left"
+        );
         vector.end_of_interrupt();
-        assert!(!settle_pin(&mut gate, 0, Ticks(4)));
-        gate.on_posted(1, Ticks(10));
-        assert!(!settle_pin(&mut gate, 1, Ticks(9 + time)));
-        assert!(settle_pin(&mut gate, 1, Ticks(10 + time)), "200 us");
+        assert!(!settle_pin(&mut coalescer, 0, Ticks(4)));
+        coalescer.on_posted(1, Ticks(10));
+        assert!(!settle_pin(&mut coalescer, 1, Ticks(9 + time)));
+        assert!(settle_pin(&mut coalescer, 1, Ticks(10 + time)), "200 us");
         vector.end_of_interrupt();
-        assert!(!settle_pin(&mut gate, 0, Ticks(11 + time)));
+        assert!(!settle_pin(&mut coalescer, 0, Ticks(11 + time)));
         vector.set_coalescing_disabled(true);
-        gate.on_posted(1, Ticks(12 + time));
-        assert!(settle_pin(&mut gate, 1, Ticks(12 + time)));
+        coalescer.on_posted(1, Ticks(12 + time));
+        assert!(settle_pin(&mut coalescer, 1, Ticks(12 + time)));
     }
 
     #[test]
     fn the_pin_is_moderated_as_messages_are() {
-        let (vector, _, mut gate) = gate();
+        let (vector, _, mut coalescer) = new_coalescer();
         let eventfd = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
         vector.set_eventfd(Some(eventfd));
         vector.set_pin(Some(PinDeassertion::Acknowledgement));
         // Four completions share an interrupt, and each takes a microsecond.
-        gate.policy.set_level(2, 1000);
-        let settle = |gate: &mut InterruptCoalescer, unconsumed, now| {
-            let epoch = gate.pin().expect("the pin").pin_epoch();
-            let standing = OutstandingCommands {
+        coalescer.policy.set_level(2, 1000);
+        let settle = |coalescer: &mut InterruptCoalescer, unconsumed, now| {
+            let epoch = coalescer.pin().expect("the pin").pin_epoch();
+            let outstanding = OutstandingCommands {
                 unconsumed,
                 in_flight: 8,
             };
-            gate.signal_pin_if_due(standing, Ticks(now), epoch)
+            coalescer.signal_pin_if_due(outstanding, Ticks(now), epoch)
         };
-        gate.on_posted(1, Ticks(100));
-        assert!(!settle(&mut gate, 1, 100));
-        assert_eq!(gate.due(), Some(Ticks(8100)), "twice the time of four");
-        gate.on_posted(3, Ticks(200));
-        assert!(settle(&mut gate, 4, 200));
+        coalescer.on_posted(1, Ticks(100));
+        assert!(!settle(&mut coalescer, 1, 100));
+        assert_eq!(coalescer.due(), Some(Ticks(8100)), "twice the time of four");
+        coalescer.on_posted(3, Ticks(200));
+        assert!(settle(&mut coalescer, 4, 200));
         vector.end_of_interrupt();
-        assert!(settle(&mut gate, 2, 300), "entries that were left");
+        assert!(settle(&mut coalescer, 2, 300), "entries that were left");
         vector.end_of_interrupt();
-        assert!(!settle(&mut gate, 0, 400));
-        gate.on_posted(1, Ticks(10_000));
-        assert!(!settle(&mut gate, 1, 17_999));
-        assert!(settle(&mut gate, 1, 18_000), "no further one came");
+        assert!(!settle(&mut coalescer, 0, 400));
+        coalescer.on_posted(1, Ticks(10_000));
+        assert!(!settle(&mut coalescer, 1, 17_999));
+        assert!(settle(&mut coalescer, 1, 18_000), "no further one came");
         assert_eq!(vector.signal_count(), 3);
     }
 
     #[test]
     fn a_queue_without_interrupts_owes_none() {
-        let mut gate = InterruptCoalescer::new(
+        let mut coalescer = InterruptCoalescer::new(
             None,
             Arc::default(),
             PolicyChoice::Learned,
             TickRate::NANOSECOND,
         );
-        gate.on_posted(1, Ticks(0));
-        assert!(!gate.is_owed());
-        assert!(!gate.signal_if_due(left(1), Ticks(u64::MAX)));
+        coalescer.on_posted(1, Ticks(0));
+        assert!(!coalescer.is_owed());
+        assert!(!coalescer.signal_if_due(left(1), Ticks(u64::MAX)));
     }
 
     /// Step of a random test.
@@ -523,50 +544,50 @@ mod tests {
             level in 0..=5_u8,
             steps in prop::collection::vec(step(), 1..200),
         ) {
-            let (vector, _, mut gate) = gate();
-            gate.policy.set_level(level, 20_000);
-            let (mut standing, mut now) = (OutstandingCommands::default(), Ticks(1 << 40));
-            // Number of completions for which the guest was signalled (`told`), and number of signals.
-            let (mut told, mut signals) = (0, 0);
+            let (vector, _, mut coalescer) = new_coalescer();
+            coalescer.policy.set_level(level, 20_000);
+            let (mut outstanding, mut now) = (OutstandingCommands::default(), Ticks(1 << 40));
+            // Number of completions for which the guest was signalled, and number of signals.
+            let (mut signalled, mut signals) = (0, 0);
             for step in steps {
                 match step {
                     CoalescerTestStep::Take(commands) => {
-                        standing.in_flight += commands;
-                        gate.on_taken(now);
+                        outstanding.in_flight += commands;
+                        coalescer.on_taken(now);
                     }
                     CoalescerTestStep::Complete(commands) => {
-                        let done = commands.min(standing.in_flight);
-                        standing.in_flight -= done;
-                        standing.unconsumed += done;
+                        let done = commands.min(outstanding.in_flight);
+                        outstanding.in_flight -= done;
+                        outstanding.unconsumed += done;
                         if done > 0 {
-                            gate.on_posted(done, now);
+                            coalescer.on_posted(done, now);
                         }
                     }
                     CoalescerTestStep::Consume(entries) => {
-                        let consumed = entries.min(standing.unconsumed);
-                        standing.unconsumed -= consumed;
-                        told = u32::min(told, standing.unconsumed);
+                        let consumed = entries.min(outstanding.unconsumed);
+                        outstanding.unconsumed -= consumed;
+                        signalled = u32::min(signalled, outstanding.unconsumed);
                     }
                     CoalescerTestStep::Look(ticks) => {
                         now.0 += ticks;
-                        gate.signal_if_due(standing, now);
+                        coalescer.signal_if_due(outstanding, now);
                     }
                     CoalescerTestStep::Sleep => {
-                        gate.signal_before_sleep(standing, now);
-                        if let Some(due) = gate.due() {
+                        coalescer.signal_before_sleep(outstanding, now);
+                        if let Some(due) = coalescer.due() {
                             prop_assert!(due > now && due.since(now) <= 4_000_000);
-                            prop_assert!(gate.is_owed());
+                            prop_assert!(coalescer.is_owed());
                             now = due;
-                            prop_assert!(gate.signal_if_due(standing, now));
+                            prop_assert!(coalescer.signal_if_due(outstanding, now));
                         }
-                        prop_assert!(!gate.is_owed());
+                        prop_assert!(!coalescer.is_owed());
                     }
                 }
                 if vector.signal_count() > signals {
-                    (signals, told) = (vector.signal_count(), standing.unconsumed);
+                    (signals, signalled) = (vector.signal_count(), outstanding.unconsumed);
                 }
                 // An interrupt is pending if the guest was not signalled for some of the completions.
-                prop_assert!(gate.is_owed() || told == standing.unconsumed);
+                prop_assert!(coalescer.is_owed() || signalled == outstanding.unconsumed);
             }
         }
     }

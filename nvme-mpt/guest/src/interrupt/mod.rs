@@ -169,7 +169,7 @@ impl InterruptVector {
 
     /// Connects the vector to another process's eventfd. Delivers a pending signal.
     pub fn set_client_eventfd(&self, eventfd: Arc<ClientEventFd>) {
-        debug_assert!(self.link.is_none(), "the host side connects it");
+        debug_assert!(self.link.is_none(), "the back end connects it");
         self.connect(self.state(), Some(VectorTarget::Client(eventfd)));
     }
 
@@ -275,8 +275,8 @@ impl InterruptVector {
     /// Returns whether a signal is pending because the vector is masked or not connected.
     #[must_use]
     pub fn is_pending(&self) -> bool {
-        let here = self.state().pending;
-        here || self.link.as_ref().is_some_and(|link| link.is_pending())
+        let pending = self.state().pending;
+        pending || self.link.as_ref().is_some_and(|link| link.is_pending())
     }
 
     /// Drops a pending signal and the record that the pin's level is high. A reset calls this. If the VMM's level is still

@@ -53,7 +53,7 @@ struct CoalescingTestProcessor {
 fn run<const N: usize>(
     guest: CoalescingTestGuest,
     drive: CoalescingTestDrive,
-    moderation: PolicyChoice,
+    choice: PolicyChoice,
     phases: [CoalescingTestLoad; N],
 ) -> [CoalescingTestResult; N] {
     // Time of a pass of the poller: a guest and its host have about the same speed.
@@ -61,7 +61,7 @@ fn run<const N: usize>(
     let vector = InterruptVector::new();
     let coalescing = Arc::<CoalescingFeature>::default();
     let raised = Some(vector.clone());
-    let mut gate = InterruptCoalescer::new(raised, coalescing, moderation, TickRate::NANOSECOND);
+    let mut coalescer = InterruptCoalescer::new(raised, coalescing, choice, TickRate::NANOSECOND);
     let mut servers = vec![0_u64; drive.parallel];
     let mut flying = BinaryHeap::new();
     // Times at which completions were posted that are not consumed yet.
@@ -102,7 +102,7 @@ fn run<const N: usize>(
                 };
             }
             if submitted > 0 {
-                gate.on_taken(Ticks(now));
+                coalescer.on_taken(Ticks(now));
             }
             for _ in 0..submitted {
                 let server = servers.iter_mut().min().expect("one at least");
@@ -116,13 +116,13 @@ fn run<const N: usize>(
                 done += 1;
             }
             if done > 0 {
-                gate.on_posted(done, Ticks(now));
+                coalescer.on_posted(done, Ticks(now));
             }
-            let standing = OutstandingCommands {
+            let outstanding_commands = OutstandingCommands {
                 unconsumed: posted.len() as u32,
                 in_flight: flying.len() as u32,
             };
-            gate.signal_if_due(standing, Ticks(now));
+            coalescer.signal_if_due(outstanding_commands, Ticks(now));
         }
         CoalescingTestResult {
             ticks: now - began,
@@ -186,7 +186,7 @@ fn each(depths: &[u32], mut check: impl FnMut(String, CoalescingTestResult, Coal
         for drive in DRIVES {
             for depth in depths {
                 let [[without], [with]] =
-                    CHOICES.map(|moderation| run(guest, drive, moderation, [(*depth, COMMANDS)]));
+                    CHOICES.map(|choice| run(guest, drive, choice, [(*depth, COMMANDS)]));
                 let what =
                     format!("{guest:?}, {drive:?}, {depth} outstanding: {without:?}, {with:?}");
                 check(what, without, with);
@@ -233,8 +233,7 @@ fn guests_that_interrupts_keep_from_their_work_get_more_done() {
         interrupt: 100_000,
         command: 50_000,
     };
-    let [[without], [with]] =
-        CHOICES.map(|moderation| run(emulated, drive, moderation, [(32, COMMANDS)]));
+    let [[without], [with]] = CHOICES.map(|choice| run(emulated, drive, choice, [(32, COMMANDS)]));
     assert!(without.interrupts == u64::from(COMMANDS), "{without:?}");
     assert!(with.interrupts * 8 < u64::from(COMMANDS), "{with:?}");
     assert!(with.ticks * 2 < without.ticks, "{without:?} {with:?}");
@@ -249,7 +248,7 @@ fn coalescing_learned_at_high_depth_costs_little_at_low_depth() {
             for few in [1, 2, 4] {
                 let phases = [(128, COMMANDS), (few, 2000)];
                 let [[_, without], [_, with]] =
-                    CHOICES.map(|moderation| run(guest, drive, moderation, phases));
+                    CHOICES.map(|choice| run(guest, drive, choice, phases));
                 let what = format!("{guest:?}, {drive:?}, {few}: {without:?} {with:?}");
                 assert!(with.ticks * 100 <= without.ticks * 105, "{what}");
             }

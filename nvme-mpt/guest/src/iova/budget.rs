@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn former_mappings_are_never_refused() {
+    fn inherited_mappings_are_never_refused() {
         let budget = SharedBudget::new(IommuBudget::for_iovas(PolicyChoice::Learned, NARROW));
         let [first, second] = [(); 2].map(|()| VmShare::new(&budget));
         let had = [
@@ -306,8 +306,8 @@ mod tests {
                 if takes {
                     taken[vm].extend(take(&vms[vm], count));
                 } else {
-                    let kept = taken[vm].len().saturating_sub(count);
-                    taken[vm].truncate(kept);
+                    let remaining = taken[vm].len().saturating_sub(count);
+                    taken[vm].truncate(remaining);
                 }
                 let in_all: usize = taken.iter().map(Vec::len).sum();
                 prop_assert_eq!(budget.used().by_vms, in_all as u64);

@@ -130,9 +130,11 @@ impl RecordedMappings {
 
     /// Checks that mappings do not overlap.
     fn check_overlaps(&self) -> io::Result<()> {
-        let there = self.mapped.iter();
-        let there = there.map(|mapping| mapping.iova..mapping.iova + mapping.len);
-        let mut all: Vec<_> = there.chain(self.uncertain.iter().cloned()).collect();
+        let mapped_ranges = self.mapped.iter();
+        let mapped_ranges = mapped_ranges.map(|mapping| mapping.iova..mapping.iova + mapping.len);
+        let mut all: Vec<_> = mapped_ranges
+            .chain(self.uncertain.iter().cloned())
+            .collect();
         all.sort_by_key(|range| range.start);
         let are_apart = all.is_sorted_by(|before, after| before.end <= after.start);
         are_apart
@@ -283,15 +285,15 @@ pub(super) mod kill_points {
     }
 
     /// Sets the function that this thread calls at each point at which a test simulates a kill.
-    pub(crate) fn set_hook(look: Option<CutHook>) {
-        LOOK.set(look);
+    pub(crate) fn set_hook(hook: Option<CutHook>) {
+        LOOK.set(hook);
     }
 
     /// Calls the function that a test has set. Called after each store to a table and each change of the IOMMU.
     pub(crate) fn run_hook() {
-        LOOK.with_borrow_mut(|look| {
-            if let Some(look) = look {
-                look();
+        LOOK.with_borrow_mut(|hook| {
+            if let Some(hook) = hook {
+                hook();
             }
         });
     }

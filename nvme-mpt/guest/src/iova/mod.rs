@@ -46,20 +46,20 @@ pub trait Iommu: Send + Sync + fmt::Debug {
         access: MappingAccess,
     ) -> io::Result<()>;
 
-    /// Maps as [`Self::map`] does, but first calls `before` for each part of the memory that is about to be pinned. If
-    /// `before` fails, nothing is mapped.
+    /// Maps as [`Self::map`] does, but first calls `before_pinning` for each part of the memory that is about to be pinned. If
+    /// `before_pinning` fails, nothing is mapped.
     ///
     /// # Errors
-    /// As [`Self::map`], and errors of `before`.
+    /// As [`Self::map`], and errors of `before_pinning`.
     fn map_with_check(
         &self,
         iova: u64,
         memory: &Mapping,
         part: Range<usize>,
         access: MappingAccess,
-        before: &mut BeforePinning<'_>,
+        before_pinning: &mut BeforePinning<'_>,
     ) -> io::Result<()> {
-        before(part.clone())?;
+        before_pinning(part.clone())?;
         self.map(iova, memory, part, access)
     }
 
@@ -256,13 +256,10 @@ impl IovaSpace {
         let Some(iommu) = self.iommu.clone() else {
             return Ok(self);
         };
-        let RecordedMappings {
-            mapped: there,
-            uncertain,
-        } = left;
+        let RecordedMappings { mapped, uncertain } = left;
         let before = lock(&self.allocated).ranges.clone();
         let refused = match uncertain.iter().all(|range| range.end <= self.end) {
-            true => self.inherit(there).err().map(|error| error.to_string()),
+            true => self.inherit(mapped).err().map(|error| error.to_string()),
             false => Some("a mapping lies beyond the addresses of the IOMMU".to_owned()),
         };
         match refused {
@@ -316,8 +313,8 @@ impl IovaSpace {
     pub(crate) fn unmap_stale(&self, owner: MappingOwner, memory: &Mapping, part: &Range<usize>) {
         let wanted = IommuMapping::new(0, memory, part, memory.access(), owner);
         if let Some(file) = wanted.file {
-            let former = lock(&self.mappings).take_overlapping(owner, file, wanted.len);
-            self.unmap_inherited(former);
+            let previous = lock(&self.mappings).take_overlapping(owner, file, wanted.len);
+            self.unmap_inherited(previous);
         }
     }
 
@@ -343,10 +340,10 @@ impl IovaSpace {
     #[must_use]
     pub fn inherited_bytes(&self, owner: MappingOwner, memory: &[(MappedFile, u64)]) -> u64 {
         let mappings = lock(&self.mappings);
-        let there = memory
+        let mapped = memory
             .iter()
             .filter(|(file, len)| mappings.has_memory(owner, *file, *len));
-        there.map(|(_, len)| len).sum()
+        mapped.map(|(_, len)| len).sum()
     }
 
     /// Adds a VM's memory to the memory that [`Self::find_shrunk_memory`] checks. Without an IOMMU, does nothing, because
@@ -614,7 +611,7 @@ impl IovaRange {
         part: Range<usize>,
         access: MappingAccess,
         permit: BudgetPermit,
-        before: &mut BeforePinning<'_>,
+        before_pinning: &mut BeforePinning<'_>,
     ) -> io::Result<IovaPart> {
         let len = part.len() as u64;
         if let Some(iommu) = &self.space.iommu {
@@ -627,7 +624,7 @@ impl IovaRange {
             }
             drop(mappings);
             if !is_there {
-                let mapped = iommu.map_with_check(iova, memory, part, access, before);
+                let mapped = iommu.map_with_check(iova, memory, part, access, before_pinning);
                 let mut mappings = lock(&self.space.mappings);
                 match mapped {
                     Ok(()) => mappings.finish_mapping(mapping),

@@ -348,13 +348,13 @@ fn changes_mark_the_last_listing_outdated() {
     let space = space(&iommu, Vec::new());
     let own = Mapping::anonymous(PAGE as usize).expect("memory");
     let first = space.map(&own, MappingAccess::Read).expect("map");
-    let (told, word) = outdated();
-    let listed = space.list_mappings(told);
+    let (outdated_value, word) = outdated();
+    let listed = space.list_mappings(outdated_value);
     assert_eq!((listed.len(), word.load()), (1, 0));
     drop(first);
     assert_eq!(word.load(), 1);
-    let (told, word) = outdated();
-    assert_eq!(space.list_mappings(told), []);
+    let (outdated_value, word) = outdated();
+    assert_eq!(space.list_mappings(outdated_value), []);
     let mapped = space.map(&own, MappingAccess::Read).expect("map");
     assert_eq!(word.load(), 1);
     drop(mapped);
@@ -498,7 +498,7 @@ fn killed(changes: &[u64], whole: &Mapping) -> Vec<KilledProcessState> {
     let table = space.start_record().expect("memory");
     let pages: Rc<RefCell<BTreeSet<u64>>> = Rc::default();
     let cuts_seen: Rc<RefCell<Vec<KilledProcessState>>> = Rc::default();
-    let look = {
+    let hook = {
         let (iommu, pages, seen) = (iommu.clone(), pages.clone(), cuts_seen.clone());
         move || {
             seen.borrow_mut().push(KilledProcessState {
@@ -508,8 +508,8 @@ fn killed(changes: &[u64], whole: &Mapping) -> Vec<KilledProcessState> {
             });
         }
     };
-    look();
-    kill_points::set_hook(Some(Box::new(look)));
+    hook();
+    kill_points::set_hook(Some(Box::new(hook)));
     let mut parts = BTreeMap::new();
     for number in changes {
         let was_mapped = pages.borrow_mut().remove(number);
@@ -531,17 +531,17 @@ fn killed(changes: &[u64], whole: &Mapping) -> Vec<KilledProcessState> {
 fn check_next(cut: &KilledProcessState, whole: &Mapping) {
     let read = || RecordedMappings::read(table_of(&cut.table)).expect("a table");
     let left = read();
-    let there: BTreeMap<u64, u64> = left
+    let mappings: BTreeMap<u64, u64> = left
         .mapped()
         .iter()
         .map(|mapping| (mapping.iova, mapping.iova + mapping.len))
         .collect();
-    for (start, end) in &there {
+    for (start, end) in &mappings {
         assert_eq!(cut.mapped.get(start), Some(end), "it is not mapped");
     }
     for (start, end) in &cut.mapped {
         let may_be = left.uncertain.contains(&(*start..*end));
-        assert!(there.contains_key(start) != may_be, "nobody knows of it");
+        assert!(mappings.contains_key(start) != may_be, "nobody knows of it");
     }
     let iommu = Arc::new(SharedIommu {
         mapped: Mutex::new(cut.mapped.clone()),
@@ -553,14 +553,14 @@ fn check_next(cut: &KilledProcessState, whole: &Mapping) {
     };
     // The successor is killed too, before it has created a table.
     drop(surviving());
-    assert_eq!(iommu.starts(), there.keys().copied().collect::<Vec<_>>());
+    assert_eq!(iommu.starts(), mappings.keys().copied().collect::<Vec<_>>());
     let next = surviving();
     let own = next.start_record().expect("memory");
     let pages = cut.pages.iter();
     let pages: Vec<_> = pages.map(|page| map_page(&next, whole, *page)).collect();
     assert_eq!(iommu.made(), 0, "memory was pinned again");
     let all = RecordedMappings::read(table_of(&bytes_of(&own))).expect("a table");
-    assert_eq!(all.mapped().len(), there.len());
+    assert_eq!(all.mapped().len(), mappings.len());
     next.end_inheritance();
     assert_eq!(iommu.starts().len(), pages.len());
     let all = RecordedMappings::read(table_of(&bytes_of(&own))).expect("a table");
@@ -643,8 +643,11 @@ fn an_invalid_table_is_refused() {
     assert!(with(0, 0).contains("does not hold"));
     assert!(with(64, u64::MAX).contains("too many slots"));
     let slots = (0..64).map(|slot| 4096 + 64 * slot);
-    let mut there = slots.filter(|at| good[*at] == 2);
-    let (first, second) = (there.next().expect("one"), there.next().expect("two"));
+    let mut mapped_slots = slots.filter(|at| good[*at] == 2);
+    let (first, second) = (
+        mapped_slots.next().expect("one"),
+        mapped_slots.next().expect("two"),
+    );
     assert!(with(first, 9).contains("unknown state"));
     for (at, word) in [
         (first + 8, 1),
@@ -665,11 +668,11 @@ fn one_impossible_inherited_mapping_drops_all() {
     let whole = memory(&file, 0, 8, MappingAccess::ReadWrite);
     let cut = killed(&[1, 2], &whole).pop().expect("a moment");
     let mut slots = (0..64).map(|slot| 4096 + 64 * slot);
-    let there = slots.find(|at| cut.table[*at] == 2).expect("one");
+    let mapped_slot = slots.find(|at| cut.table[*at] == 2).expect("one");
     for (state, iova) in [(2, 0), (2, 1_u64 << 39), (1, 1 << 39), (3, 1 << 40)] {
         let mut bytes = cut.table.clone();
-        bytes[there] = state;
-        bytes[there + 8..there + 16].copy_from_slice(&iova.to_le_bytes());
+        bytes[mapped_slot] = state;
+        bytes[mapped_slot + 8..mapped_slot + 16].copy_from_slice(&iova.to_le_bytes());
         let left = RecordedMappings::read(table_of(&bytes)).expect("a table");
         let iommu = Arc::new(SharedIommu {
             mapped: Mutex::new(cut.mapped.clone()),

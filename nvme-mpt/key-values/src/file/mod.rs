@@ -104,8 +104,8 @@ impl KeyValueFile {
                 // Hold the lock until the thread ends, so that no other process opens the file while the kernel may still write
                 // to it.
                 let _until_the_end = (ending, lock);
-                while let Some(asked) = desk.next_batch() {
-                    store.execute_requests(asked);
+                while let Some(batch) = desk.next_batch() {
+                    store.execute_requests(batch);
                 }
                 drop(store);
             }
@@ -154,8 +154,8 @@ impl KeyValueFile {
     }
 
     /// Passes requests on a key space to the thread, which puts the replies into the requests' mailboxes.
-    pub(super) fn submit_requests(&self, name: u64, asked: Vec<QueuedKvRequest>) {
-        self.request_queue.push(name, asked);
+    pub(super) fn submit_requests(&self, name: u64, requests: Vec<QueuedKvRequest>) {
+        self.request_queue.push(name, requests);
     }
 
     /// Returns the number of batches of requests that the thread has taken.
@@ -163,8 +163,8 @@ impl KeyValueFile {
         self.request_queue.batches()
     }
 
-    /// Stops the thread, and waits for at most the timeout `patience` until it has ended. Returns whether it has ended.
-    fn stop_thread(&mut self, patience: Duration) -> bool {
+    /// Stops the thread, and waits for at most `timeout` until it has ended. Returns whether it has ended.
+    fn stop_thread(&mut self, timeout: Duration) -> bool {
         self.request_queue.close();
         let Some(thread) = self.thread.take() else {
             return true;
@@ -173,9 +173,9 @@ impl KeyValueFile {
             .thread_ended
             .get_mut()
             .unwrap_or_else(PoisonError::into_inner);
-        if end.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+        if end.recv_timeout(timeout) == Err(RecvTimeoutError::Timeout) {
             error!(
-                "The kernel has not completed a request on {} for over {patience:?}. The file stays locked until it \
+                "The kernel has not completed a request on {} for over {timeout:?}. The file stays locked until it \
                  does",
                 self.path.display()
             );
@@ -202,20 +202,20 @@ mod tests {
 
     #[test]
     fn a_thread_that_the_kernel_keeps_is_not_waited_for_for_ever() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("drive.img");
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = dir.path().join("drive.img");
         let file = std::fs::File::create(&path).expect("room");
         file.set_len(1 << 20).expect("room");
         let (go, wait) = mpsc::channel::<()>();
         let wait = Mutex::new(Some(wait));
-        let kept = ThreadSpawner::from_spawn(move |_, work| {
+        let spawner = ThreadSpawner::from_spawn(move |_, work| {
             let wait = wait.lock().expect("no panic").take().expect("one thread");
             thread::Builder::new().spawn(move || {
                 let _disconnected = wait.recv();
                 work();
             })
         });
-        let mut pairs = KeyValueFile::open(&path, &kept).expect("empty");
+        let mut pairs = KeyValueFile::open(&path, &spawner).expect("empty");
         assert!(!pairs.stop_thread(Duration::from_millis(1)));
         drop(pairs);
         // The kernel may still write data of the thread, so the file stays locked.

@@ -35,13 +35,8 @@ impl QueuedKvRequest {
         match &self.request {
             KvRequest::Change(KvChange::Store { value, .. }) => value.len(),
             KvRequest::Query(
-                KvQuery::Retrieve {
-                    max_bytes: room, ..
-                }
-                | KvQuery::List {
-                    max_bytes: room, ..
-                },
-            ) => *room,
+                KvQuery::Retrieve { max_bytes, .. } | KvQuery::List { max_bytes, .. },
+            ) => *max_bytes,
             KvRequest::Change(KvChange::Delete { .. })
             | KvRequest::Query(KvQuery::Exist { .. }) => 0,
             KvRequest::Batch(steps) => steps
@@ -72,8 +67,12 @@ struct KvRequestQueueState {
 }
 
 impl KvRequestQueue {
-    pub(super) fn push(&self, name: u64, asked: Vec<QueuedKvRequest>) {
-        self.lock().requests.entry(name).or_default().extend(asked);
+    pub(super) fn push(&self, name: u64, requests: Vec<QueuedKvRequest>) {
+        self.lock()
+            .requests
+            .entry(name)
+            .or_default()
+            .extend(requests);
         self.waker.notify_one();
     }
 
@@ -101,11 +100,11 @@ impl KvRequestQueue {
         for (&name, queue) in &mut state.requests {
             let mut bytes = 0;
             for _ in 0..BATCH_REQUESTS_MAX {
-                let Some(asked) = queue.pop_front() else {
+                let Some(request) = queue.pop_front() else {
                     break;
                 };
-                bytes += asked.bytes();
-                batch.push((name, asked));
+                bytes += request.bytes();
+                batch.push((name, request));
                 if bytes >= BATCH_BYTES_MAX {
                     break;
                 }
@@ -222,8 +221,8 @@ mod tests {
         while let Some(batch) = desk.next_batch() {
             let count = |wanted: u64| batch.iter().filter(|(name, _)| *name == wanted).count();
             counts.push([1, 2, 3].map(count));
-            for (name, asked) in batch {
-                slots.entry(name).or_default().push(asked.slot);
+            for (name, requests) in batch {
+                slots.entry(name).or_default().push(requests.slot);
             }
         }
         assert_eq!(counts, [[64, 4, 1], [64, 4, 0], [22, 2, 0]]);

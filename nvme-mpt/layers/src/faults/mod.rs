@@ -198,11 +198,11 @@ impl FaultInjector {
             blocks,
         } = recorded;
         let armed = faults.into_iter().zip(1..);
-        let armed = armed.map(|((fault, random, occasions), number)| {
+        let armed = armed.map(|((fault, random, schedule), number)| {
             let armed = self.arm_fault(&fault, number, 0)?;
             Ok(ArmedFault {
                 rng_state: random,
-                schedule: occasions,
+                schedule,
                 ..armed
             })
         });
@@ -354,8 +354,8 @@ impl FaultInjector {
     ) {
         let mut armed = lock(&self.armed_faults);
         for sqe in commands {
-            let verdict = self.decide(&mut armed, sqe, memory);
-            act(sqe, verdict);
+            let decision = self.decide(&mut armed, sqe, memory);
+            act(sqe, decision);
         }
     }
 
@@ -366,13 +366,13 @@ impl FaultInjector {
         let mut delay: u64 = 0;
         for (index, armed) in armed.iter_mut().enumerate() {
             let seen = armed.schedule.seen();
-            let struck = armed.try_hit(sqe, memory);
+            let is_hit = armed.try_hit(sqe, memory);
             if seen != armed.schedule.seen()
                 && let Some(record) = &self.record
             {
                 record.store_fault(index, armed);
             }
-            let Some(media_error) = struck else {
+            let Some(media_error) = is_hit else {
                 continue;
             };
             match armed.fault.effect {

@@ -34,26 +34,28 @@ pub enum FaultError {
     },
     /// This build cannot parse fault plans.
     #[error(
-        "Fault plan `{origin}` cannot be read: this program was built without the feature `toml`"
+        "Fault plan `{source_name}` cannot be read: this program was built without the feature `toml`"
     )]
     NotBuilt {
         /// Source of the plan.
-        origin: String,
+        source_name: String,
     },
     /// The text is not a valid fault plan.
     #[cfg(feature = "toml")]
-    #[error("Fault plan `{origin}` is invalid; resources/faults/example.toml explains every field")]
+    #[error(
+        "Fault plan `{source_name}` is invalid; resources/faults/example.toml explains every field"
+    )]
     Syntax {
         /// Source of the plan.
-        origin: String,
+        source_name: String,
         /// The parse error with its position.
         source: Box<toml::de::Error>,
     },
     /// A field has an invalid value.
-    #[error("Fault plan `{origin}`, fault {number}: {field} cannot be {value}; {allowed}")]
+    #[error("Fault plan `{source_name}`, fault {number}: {field} cannot be {value}; {allowed}")]
     Value {
         /// Source of the plan.
-        origin: String,
+        source_name: String,
         /// Number of the fault, from 1.
         number: usize,
         /// Name of the field.
@@ -64,10 +66,10 @@ pub enum FaultError {
         allowed: &'static str,
     },
     /// A field is missing, or does not apply to the kind of fault.
-    #[error("Fault plan `{origin}`, fault {number}: {field} {advice}")]
+    #[error("Fault plan `{source_name}`, fault {number}: {field} {advice}")]
     Field {
         /// Source of the plan.
-        origin: String,
+        source_name: String,
         /// Number of the fault, from 1.
         number: usize,
         /// Name of the field.
@@ -333,17 +335,17 @@ struct WrittenPlan {
 
 impl WrittenPlan {
     #[cfg(feature = "toml")]
-    fn read(origin: &str, text: &str) -> Result<Self, FaultError> {
+    fn read(source_name: &str, text: &str) -> Result<Self, FaultError> {
         toml::from_str(text).map_err(|source| FaultError::Syntax {
-            origin: origin.to_owned(),
+            source_name: source_name.to_owned(),
             source: Box::new(source),
         })
     }
 
     #[cfg(not(feature = "toml"))]
-    fn read(origin: &str, _: &str) -> Result<Self, FaultError> {
+    fn read(source: &str, _: &str) -> Result<Self, FaultError> {
         Err(FaultError::NotBuilt {
-            origin: origin.to_owned(),
+            source_name: source.to_owned(),
         })
     }
 }
@@ -467,26 +469,26 @@ impl FaultPlan {
         fs::read_to_string(path).map_err(failed)
     }
 
-    /// Parses a plan. In errors, `origin` names the source of the text.
+    /// Parses a plan. In errors, `source` names the source of the text.
     ///
     /// # Errors
     /// `FaultError::Syntax`, [`FaultError::Value`], [`FaultError::Field`], [`FaultError::TooMany`], and
     /// [`FaultError::NotBuilt`] without the feature `toml`.
-    pub fn parse(origin: &str, text: &str) -> Result<Self, FaultError> {
-        let written = WrittenPlan::read(origin, text)?;
+    pub fn parse(source: &str, text: &str) -> Result<Self, FaultError> {
+        let written = WrittenPlan::read(source, text)?;
         if written.fault.len() > MAX_FAULTS {
             return Err(FaultError::TooMany(written.fault.len()));
         }
-        let told = |number: usize, unusable| match unusable {
+        let message = |number: usize, unusable| match unusable {
             InvalidFaultField::Value(field, value, allowed) => FaultError::Value {
-                origin: origin.to_owned(),
+                source_name: source.to_owned(),
                 number,
                 field,
                 value,
                 allowed,
             },
             InvalidFaultField::Field(field, advice) => FaultError::Field {
-                origin: origin.to_owned(),
+                source_name: source.to_owned(),
                 number,
                 field,
                 advice,
@@ -494,7 +496,7 @@ impl FaultPlan {
         };
         let faults = written.fault.into_iter().zip(1..);
         let faults =
-            faults.map(|(fault, number)| fault.into_planned().map_err(|e| told(number, e)));
+            faults.map(|(fault, number)| fault.into_planned().map_err(|e| message(number, e)));
         Ok(Self {
             seed: written.seed,
             faults: faults.collect::<Result<_, _>>()?,
@@ -506,7 +508,7 @@ impl FaultPlan {
 mod tests {
     use super::*;
 
-    fn complaint(text: &str) -> String {
+    fn error_text(text: &str) -> String {
         let error = FaultPlan::parse("here", text).expect_err(text);
         let source = std::error::Error::source(&error).map_or(String::new(), |s| s.to_string());
         format!("{error}\n{source}")
@@ -563,7 +565,7 @@ mod tests {
     #[test]
     fn errors_name_the_problem() {
         let fault = |rest: &str| format!("[[fault]]\nkind = \"lost\"\n[[fault]]\n{rest}");
-        for (text, said) in [
+        for (text, expected) in [
             ("kind = \"fire\"", "unknown variant `fire`"),
             ("count = 1", "missing field `kind`"),
             ("kind = \"lost\"\nwhen = 1", "unknown field `when`"),
@@ -605,11 +607,11 @@ mod tests {
                 "probability cannot be NaN",
             ),
         ] {
-            let complaint = complaint(&fault(text));
-            assert!(complaint.contains(said), "{said}: {complaint}");
+            let message = error_text(&fault(text));
+            assert!(message.contains(expected), "{expected}: {message}");
         }
         let many = "[[fault]]\nkind = \"lost\"\n".repeat(MAX_FAULTS + 1);
-        assert!(complaint(&many).contains("at most 64 faults, and these would be 65"));
+        assert!(error_text(&many).contains("at most 64 faults, and these would be 65"));
         let unread = FaultPlan::load("/nonexistent/plan").expect_err("no file");
         assert!(
             unread.to_string().contains("`/nonexistent/plan`"),

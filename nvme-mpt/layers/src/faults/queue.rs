@@ -67,7 +67,7 @@ impl<C> FaultQueue<C> {
         clock: C,
         resolution: u64,
     ) -> Self {
-        let room = usize::from(slots);
+        let capacity = usize::from(slots);
         let nothing = HostCompletion {
             slot: 0,
             status: Status::SUCCESS,
@@ -77,14 +77,14 @@ impl<C> FaultQueue<C> {
             drive,
             faults,
             clock,
-            submitted: Vec::with_capacity(room),
-            forwarded: Vec::with_capacity(room),
-            outcomes: vec![FaultCompletionOutcome::default(); room].into_boxed_slice(),
-            reaped: Vec::with_capacity(room),
-            refused: Vec::with_capacity(room),
-            lost_slots: Vec::with_capacity(room),
-            delayed: vec![nothing; room].into_boxed_slice(),
-            due_queue: DueQueue::new(room, resolution),
+            submitted: Vec::with_capacity(capacity),
+            forwarded: Vec::with_capacity(capacity),
+            outcomes: vec![FaultCompletionOutcome::default(); capacity].into_boxed_slice(),
+            reaped: Vec::with_capacity(capacity),
+            refused: Vec::with_capacity(capacity),
+            lost_slots: Vec::with_capacity(capacity),
+            delayed: vec![nothing; capacity].into_boxed_slice(),
+            due_queue: DueQueue::new(capacity, resolution),
             is_hurried: false,
             has_fatal_fault: false,
         }
@@ -131,20 +131,20 @@ impl<C: TickClock> HostBatch for &mut FaultQueue<C> {
             has_fatal_fault: broken,
             ..
         } = self;
-        let mut act = |sqe: &Sqe, verdict| {
+        let mut act = |sqe: &Sqe, decision| {
             let slot = sqe.cid().0;
-            let Some(fate) = fates.get_mut(usize::from(slot)) else {
+            let Some(outcome) = fates.get_mut(usize::from(slot)) else {
                 return;
             };
-            *fate = FaultCompletionOutcome::default();
-            match verdict {
+            *outcome = FaultCompletionOutcome::default();
+            match decision {
                 FaultDecision::Pass(delay) => {
-                    fate.delay = delay;
+                    outcome.delay = delay;
                     passing.push(*sqe);
                 }
                 FaultDecision::Fail(status, delay) => {
                     let status = Some(status);
-                    *fate = FaultCompletionOutcome { delay, status };
+                    *outcome = FaultCompletionOutcome { delay, status };
                     passing.push(verify_command(sqe));
                 }
                 FaultDecision::Refuse(status) => refused.push(HostCompletion {
@@ -199,23 +199,23 @@ impl<C: TickClock> HostQueue for FaultQueue<C> {
         } = self;
         let gone = faults.is_gone();
         // If the drive was removed, commands complete with the status of a removed drive.
-        let told = |status| if gone { REMOVED } else { status };
+        let reported_status = |status| if gone { REMOVED } else { status };
         drive.reap_into(memory, reaped);
         for completion in reaped.drain(..) {
             let slot = usize::from(completion.slot);
-            let (Some(fate), Some(delayed)) = (fates.get(slot), delayed.get_mut(slot)) else {
+            let (Some(outcome), Some(delayed)) = (fates.get(slot), delayed.get_mut(slot)) else {
                 continue;
             };
-            let status = told(fate.status.unwrap_or(completion.status));
+            let status = reported_status(outcome.status.unwrap_or(completion.status));
             let completion = HostCompletion {
                 status,
                 ..completion
             };
-            if fate.delay == 0 {
+            if outcome.delay == 0 {
                 taker.take(completion);
             } else {
                 *delayed = completion;
-                let due = clock.now().saturating_add(fate.delay);
+                let due = clock.now().saturating_add(outcome.delay);
                 held.insert(completion.slot.into(), due);
             }
         }
@@ -225,7 +225,7 @@ impl<C: TickClock> HostQueue for FaultQueue<C> {
         let mut due = |slot: u32| {
             if let Some(completion) = delayed.get(slot as usize) {
                 taker.take(HostCompletion {
-                    status: told(completion.status),
+                    status: reported_status(completion.status),
                     ..*completion
                 });
             }
@@ -240,7 +240,7 @@ impl<C: TickClock> HostQueue for FaultQueue<C> {
         for slot in lost.drain(..) {
             taker.take(HostCompletion {
                 slot,
-                status: told(Status::ABORTED_SQ_DELETION),
+                status: reported_status(Status::ABORTED_SQ_DELETION),
                 dw0: 0,
             });
         }

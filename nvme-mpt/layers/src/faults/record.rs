@@ -186,9 +186,9 @@ impl FaultRecord {
         }
         let faults = list.into_iter().map(PlannedFault::from).zip(&self.faults);
         let faults = faults.map(|(fault, words)| {
-            let [random, seen, struck] = words.each_ref().map(MappedWord64::load);
-            let occasions = FaultSchedule::with_progress(fault.after, fault.count, seen, struck);
-            (fault, random, occasions)
+            let [random, seen, hits] = words.each_ref().map(MappedWord64::load);
+            let schedule = FaultSchedule::with_progress(fault.after, fault.count, seen, hits);
+            (fault, random, schedule)
         });
         Ok(RecordedFaults {
             faults: faults.collect(),
@@ -225,12 +225,12 @@ impl FaultRecord {
 
     /// Records the state of a fault.
     pub(super) fn store_fault(&self, index: usize, armed: &ArmedFault) {
-        let Some([random, seen, struck]) = self.faults.get(index) else {
+        let Some([random, seen, hits]) = self.faults.get(index) else {
             return;
         };
         random.store(armed.rng_state);
         seen.store(armed.schedule.seen());
-        struck.store(armed.schedule.hits());
+        hits.store(armed.schedule.hits());
     }
 
     /// Records the state of the drive.

@@ -29,13 +29,13 @@ impl FaultSchedule {
         after: u64,
         count: Option<u64>,
         seen: u64,
-        struck: u64,
+        hits: u64,
     ) -> Self {
         Self {
             after,
             count,
             seen,
-            hits: struck,
+            hits,
         }
     }
 
@@ -76,12 +76,12 @@ mod tests {
 
     #[test]
     fn some_pass_and_chance_decides_on_the_others_until_enough_were_struck() {
-        let mut occasions = FaultSchedule::new(1, Some(2));
+        let mut schedule = FaultSchedule::new(1, Some(2));
         let chances = [true, false, true, true, true];
-        let struck = chances.map(|chance| occasions.count_command(|| chance));
-        assert_eq!(struck, [false, false, true, true, false]);
-        assert_eq!((occasions.seen(), occasions.hits()), (4, 2));
-        assert!(occasions.is_exhausted());
+        let hits = chances.map(|chance| schedule.count_command(|| chance));
+        assert_eq!(hits, [false, false, true, true, false]);
+        assert_eq!((schedule.seen(), schedule.hits()), (4, 2));
+        assert!(schedule.is_exhausted());
         assert!(FaultSchedule::new(0, Some(0)).is_exhausted());
         assert!(!FaultSchedule::new(0, None).is_exhausted());
     }

@@ -266,9 +266,9 @@ fn the_same_commands_have_the_same_faults_whatever_others_do() {
     assert_eq!(first, run(1, 0));
     assert_eq!(first, run(1, 3));
     assert_ne!(first, run(2, 0));
-    let struck = first.iter().filter(|struck| **struck).count();
+    let hits = first.iter().filter(|hits| **hits).count();
     // The number of hits has to be within four standard deviations of 200.
-    assert!((146..=254).contains(&struck), "{struck}");
+    assert!((146..=254).contains(&hits), "{hits}");
 }
 
 #[test]
@@ -399,8 +399,8 @@ fn commands_in_flight_and_later_ones_fail_on_a_removed_drive() {
     flush.set_cid(CommandId(2));
     drive.submit(&[flush]);
     let done = drive.reap();
-    let told: Vec<_> = done.iter().map(|c| (c.slot, c.status)).collect();
-    assert_eq!(told, [(0, REMOVED), (1, REMOVED), (2, REMOVED)]);
+    let reported: Vec<_> = done.iter().map(|c| (c.slot, c.status)).collect();
+    assert_eq!(reported, [(0, REMOVED), (1, REMOVED), (2, REMOVED)]);
     assert_eq!(drive.status(read(0)), REMOVED);
     assert_eq!(events.take(), [IoQueueEvent::Drive(DriveEvent::Gone)]);
     let late = Arc::new(EventQueue::new().expect("eventfd"));
@@ -425,8 +425,8 @@ fn a_shrunk_drive_refuses_the_lost_blocks_until_it_grows() {
         assert_eq!(drive.status(read(2041)), expected);
         let trim = dsm(&mut drive, &[(0, 8), (2048, 1)]);
         assert_eq!(drive.status(trim), expected);
-        let there = copy(&mut drive, 2041, &[(0, 8)]);
-        assert_eq!(drive.status(there), expected);
+        let target = copy(&mut drive, 2041, &[(0, 8)]);
+        assert_eq!(drive.status(target), expected);
         let from = copy(&mut drive, 0, &[(8, 8), (4096, 8)]);
         assert_eq!(drive.status(from), expected);
         assert_eq!(drive.status(flush), GOOD);
@@ -447,14 +447,14 @@ fn a_drive_with_zones_ends_where_a_zone_does() {
     assert_eq!(drive.status(read(3 * 2048 - 7)), beyond);
     let none = FaultPlan::parse("test", &plan.replace("3584K", "512K")).expect("sound");
     let error = drive.faults.inject(&none).expect_err("not one zone");
-    let said = "Fault 1 cannot resize the drive to 512K: its zones are of 1M each";
-    assert_eq!(error.to_string(), said);
+    let expected = "Fault 1 cannot resize the drive to 512K: its zones are of 1M each";
+    assert_eq!(error.to_string(), expected);
 }
 
 #[test]
 fn faults_that_do_not_fit_the_drive_are_refused_and_none_is_added() {
     let drive = Drive::new("");
-    for (plan, said) in [
+    for (plan, expected) in [
         (
             "kind = \"lost\"\nrange = \"512M+4K\"",
             "Fault 2 does not fit the drive",
@@ -478,8 +478,8 @@ fn faults_that_do_not_fit_the_drive_are_refused_and_none_is_added() {
     ] {
         let plan = format!("[[fault]]\nkind = \"lost\"\n[[fault]]\n{plan}\n");
         let plan = FaultPlan::parse("test", &plan).expect("sound");
-        let error = drive.faults.inject(&plan).expect_err(said).to_string();
-        assert!(error.contains(said), "{said}: {error}");
+        let error = drive.faults.inject(&plan).expect_err(expected).to_string();
+        assert!(error.contains(expected), "{expected}: {error}");
         assert!(drive.faults.stats().is_empty());
     }
     let many = "[[fault]]\nkind = \"lost\"\n".repeat(40);

@@ -81,7 +81,7 @@ pub enum ZoneError {
     NoDirectory(PathBuf),
     /// The file has the states of other zones than the profile describes.
     #[error(
-        "{} has the states of {there}, but the profile makes {here}: use the profile that the drive was \
+        "{} has the states of {found}, but the profile makes {expected}: use the profile that the drive was \
          made with, or, if its data is not needed, delete that file to begin with empty zones",
         .path.display()
     )]
@@ -89,9 +89,9 @@ pub enum ZoneError {
         /// Path of the file.
         path: PathBuf,
         /// Description of the zones in the file.
-        there: String,
+        found: String,
         /// Description of the drive's zones.
-        here: String,
+        expected: String,
     },
     /// The file is no file of zone states.
     #[error(
@@ -198,7 +198,7 @@ impl DriveZones {
                 });
             }
         };
-        let kept = match file {
+        let persisted = match file {
             None => PersistedZones::in_memory(count).map_err(|source| ZoneError::Store {
                 path: "memory".into(),
                 source,
@@ -214,7 +214,7 @@ impl DriveZones {
             append_bytes_max: profile.append_limit.0,
             lba_shift,
             count,
-            persisted: Arc::new(kept),
+            persisted: Arc::new(persisted),
         })
     }
 
@@ -269,12 +269,12 @@ impl DriveZones {
             open: share(self.resources.open),
             active: share(self.resources.active),
         };
-        let kept = ZoneTableWords {
+        let words = ZoneTableWords {
             words: self.persisted.words().clone(),
             first,
             count,
         };
-        let table = ZoneTable::new(self.geometry, resources, kept);
+        let table = ZoneTable::new(self.geometry, resources, words);
         // Lost words read as zeroes, which would look like empty zones.
         if self.persisted.is_lost() {
             return Err(self.persisted.lost_error());
@@ -327,9 +327,9 @@ impl LeasedZonesState {
     }
 
     /// Records for a successor process whether there are changes that the guest has not read.
-    fn record_unreported(&self, untold: bool) {
+    fn record_unreported(&self, unreported: bool) {
         if let Some(record) = &self.record {
-            record.set(untold);
+            record.set(unreported);
         }
     }
 }
@@ -419,15 +419,15 @@ impl LeaseChangeLog for LeasedZones {
         self.lock().changes.clone()
     }
 
-    fn restore(&self, untold: &UnreportedChanges) {
+    fn restore(&self, unreported: &UnreportedChanges) {
         let mut state = self.lock();
-        state.changes.merge(untold);
+        state.changes.merge(unreported);
         state.record_unreported(!state.changes.is_empty());
     }
 
-    fn remove(&self, told: &UnreportedChanges) {
+    fn remove(&self, reported: &UnreportedChanges) {
         let mut state = self.lock();
-        state.changes.remove(told);
+        state.changes.remove(reported);
         state.record_unreported(!state.changes.is_empty());
     }
 }

@@ -146,13 +146,17 @@ impl PersistedZones {
         }
         let expected = header.to_bytes();
         if found[..] != expected[..] {
-            let here = expected
+            let expected = expected
                 .try_into()
                 .ok()
                 .as_ref()
                 .and_then(ZoneFileHeader::describe);
-            return Err(match (ZoneFileHeader::describe(&found), here) {
-                (Some(there), Some(here)) => ZoneError::OtherZones { path, there, here },
+            return Err(match (ZoneFileHeader::describe(&found), expected) {
+                (Some(found), Some(expected)) => ZoneError::OtherZones {
+                    path,
+                    found,
+                    expected,
+                },
                 _ => ZoneError::NotZones(path),
             });
         }
@@ -222,12 +226,12 @@ fn allocate_blocks(file: &File, mapping: &Mapping) -> io::Result<()> {
 /// Makes the name of a file durable by a sync of the file's directory.
 fn sync_parent(path: &Path) -> io::Result<()> {
     let path = std::path::absolute(path)?;
-    let Some(folder) = path.parent() else {
+    let Some(dir) = path.parent() else {
         return Ok(());
     };
-    sync_dir(folder)?;
+    sync_dir(dir)?;
     #[cfg(test)]
-    SYNCED.with_borrow_mut(|synced| synced.push(folder.to_owned()));
+    SYNCED.with_borrow_mut(|synced| synced.push(dir.to_owned()));
     Ok(())
 }
 
@@ -262,18 +266,17 @@ mod tests {
 
     #[test]
     fn the_name_of_a_file_is_durable_once_it_is_open() {
-        let folder = tempfile::tempdir().expect("a folder");
+        let dir = tempfile::tempdir().expect("a folder");
         let geometry = ZoneGeometry {
             size: 256,
             capacity: 192,
         };
-        let open =
-            || PersistedZones::open_beside(&folder.path().join("drive.img"), geometry, 12, 8);
+        let open = || PersistedZones::open_beside(&dir.path().join("drive.img"), geometry, 12, 8);
         // The process that creates the file may end before the file's name is durable. The next process then finds the file.
         for round in ["made", "found"] {
             SYNCED.take();
             drop(open().expect("words"));
-            assert_eq!(SYNCED.take(), [folder.path()], "{round}");
+            assert_eq!(SYNCED.take(), [dir.path()], "{round}");
         }
     }
 }

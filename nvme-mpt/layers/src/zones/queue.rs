@@ -86,15 +86,15 @@ impl ZonedQueue {
     /// Puts the zones of a lease in front of a queue with up to `slots` commands in flight.
     #[must_use]
     pub fn new(drive: HostQueuePair, zones: Arc<LeasedZones>, slots: u16) -> Self {
-        let room = usize::from(slots);
+        let capacity = usize::from(slots);
         Self {
             drive,
             zones,
-            submitted: Vec::with_capacity(room),
-            forwarded: Vec::with_capacity(room),
-            outcomes: vec![ZonedCompletionOutcome::default(); room].into_boxed_slice(),
-            reaped: Vec::with_capacity(room),
-            completed: Vec::with_capacity(room),
+            submitted: Vec::with_capacity(capacity),
+            forwarded: Vec::with_capacity(capacity),
+            outcomes: vec![ZonedCompletionOutcome::default(); capacity].into_boxed_slice(),
+            reaped: Vec::with_capacity(capacity),
+            completed: Vec::with_capacity(capacity),
             report: Vec::new(),
             active_resets: 0,
             is_stopping: false,
@@ -120,11 +120,11 @@ impl ZonedQueue {
                 self.begin_checked(&mut state, &sqe, time, memory)
             };
             match begun {
-                Ok(Some((command, fate))) => {
+                Ok(Some((command, outcome))) => {
                     self.active_resets +=
-                        usize::from(matches!(fate, ZonedCompletionOutcome::Reset(_)));
+                        usize::from(matches!(outcome, ZonedCompletionOutcome::Reset(_)));
                     if let Some(place) = self.outcomes.get_mut(usize::from(slot)) {
-                        *place = fate;
+                        *place = outcome;
                         self.forwarded.push(command);
                     }
                 }
@@ -224,9 +224,9 @@ impl ZonedQueue {
                     ..ReadWrite::default()
                 }
                 .write_to(&mut write);
-                let fate =
+                let outcome =
                     ZonedCompletionOutcome::Append(table.zone_containing(zslba)?, slba.0 as u32);
-                Ok(Some((write, fate)))
+                Ok(Some((write, outcome)))
             }
             NvmOpcode::ZONE_MANAGEMENT_SEND => {
                 let send = ZoneManagementSend::from(sqe);
@@ -356,17 +356,17 @@ impl ZonedQueue {
         };
         let mut sqe = Sqe::default();
         sqe.set_cid(nvme_spec::ids::CommandId(slot));
-        let (command, fate) = self.deallocation_command(&sqe, reset);
+        let (command, outcome) = self.deallocation_command(&sqe, reset);
         if let Some(place) = self.outcomes.get_mut(usize::from(slot)) {
-            *place = fate;
+            *place = outcome;
         }
         self.forwarded.push(command);
         true
     }
 
     fn is_flush(&self, completion: &HostCompletion) -> bool {
-        let fate = self.outcomes.get(usize::from(completion.slot));
-        matches!(fate, Some(ZonedCompletionOutcome::Flush))
+        let outcome = self.outcomes.get(usize::from(completion.slot));
+        matches!(outcome, Some(ZonedCompletionOutcome::Flush))
     }
 
     /// Returns the guest's completion after the drive has executed a forwarded command; `None` if the guest's command continues
@@ -377,9 +377,9 @@ impl ZonedQueue {
             mut status,
             mut dw0,
         } = completion;
-        let fate = self.outcomes.get_mut(usize::from(slot))?;
-        let fate = std::mem::take(fate);
-        match fate {
+        let outcome = self.outcomes.get_mut(usize::from(slot))?;
+        let outcome = std::mem::take(outcome);
+        match outcome {
             ZonedCompletionOutcome::Complete => return Some(completion),
             // The caller has checked the zone states once for all reaped completions.
             ZonedCompletionOutcome::Flush => {}
@@ -397,8 +397,8 @@ impl ZonedQueue {
                 if status.is_success() && self.is_stopping && has_more {
                     status = Status::ABORTED_SQ_DELETION;
                 }
-                let goes_on = status.is_success() && !self.zones.persisted.is_lost();
-                if !goes_on {
+                let continues = status.is_success() && !self.zones.persisted.is_lost();
+                if !continues {
                     state.table.end_reset(reset.zone);
                 } else if self.continue_reset(&mut state, slot, reset) {
                     return None;
@@ -443,9 +443,9 @@ fn copy_report(
 ) -> Result<(), Status> {
     let mut rest = report;
     DataPointer::from_sqe(sqe).for_each_piece(memory, length, |part| {
-        let (here, after) = rest.split_at(rest.len().min(part.len()));
-        part.copy_from(here);
-        if let Some(beyond) = part.slice(here.len(), part.len() - here.len()) {
+        let (chunk, after) = rest.split_at(rest.len().min(part.len()));
+        part.copy_from(chunk);
+        if let Some(beyond) = part.slice(chunk.len(), part.len() - chunk.len()) {
             beyond.zero();
         }
         rest = after;
@@ -546,8 +546,8 @@ impl Drop for ZonedQueue {
     /// Ends the resets in progress, so that their zones accept writes again.
     fn drop(&mut self) {
         let mut state = self.zones.lock();
-        for fate in &self.outcomes {
-            if let ZonedCompletionOutcome::Reset(reset) = fate {
+        for outcome in &self.outcomes {
+            if let ZonedCompletionOutcome::Reset(reset) = outcome {
                 state.table.end_reset(reset.zone);
             }
         }

@@ -27,12 +27,13 @@ pub(super) fn build_report(
     }
     let first = table.zone_containing(command.slba)?;
     let length = usize::try_from(command.length()).map_err(|_| Status::INVALID_FIELD)?;
-    let room = length.saturating_sub(size_of::<ReportZonesHeader>()) / size_of::<ZoneDescriptor>();
+    let max_zones =
+        length.saturating_sub(size_of::<ReportZonesHeader>()) / size_of::<ZoneDescriptor>();
     report.clear();
     report.extend_from_slice(ReportZonesHeader::new_zeroed().as_bytes());
     let mut zones = table.reported_zones(first, command.zrasf);
     let mut count = 0;
-    for (start, zone) in zones.by_ref().take(room) {
+    for (start, zone) in zones.by_ref().take(max_zones) {
         report.extend_from_slice(zone_descriptor(start, zone, capacity).as_bytes());
         count += 1;
     }

@@ -85,7 +85,7 @@ fn a_lease_has_whole_zones_and_its_share_of_the_resources() {
         };
         assert_eq!(lease.format().geometry, expected);
     }
-    for (start, length, said) in [
+    for (start, length, message) in [
         (
             1 << 19,
             1 << 20,
@@ -101,7 +101,7 @@ fn a_lease_has_whole_zones_and_its_share_of_the_resources() {
             .lease(range(start, length))
             .expect_err("refused")
             .to_string();
-        assert!(refused.contains(said), "{refused}");
+        assert!(refused.contains(message), "{refused}");
     }
 }
 
@@ -121,24 +121,24 @@ fn zones_have_sizes_that_are_no_power_of_two() {
     };
     assert_eq!(lease.format().geometry, geometry);
     let refused = drive.lease(range(3 * zone, 2 << 20)).expect_err("refused");
-    let said = "length 2M of the range is not a multiple of the drive's zone size of 1540K: 1540K and 3080K are";
-    assert!(refused.to_string().contains(said), "{refused}");
+    let expected = "length 2M of the range is not a multiple of the drive's zone size of 1540K: 1540K and 3080K are";
+    assert!(refused.to_string().contains(expected), "{refused}");
 }
 
 /// Creates a drive's file in a temporary directory.
 fn file() -> (tempfile::TempDir, PathBuf) {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("drive.img");
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("drive.img");
     File::create(&path)
         .expect("a file")
         .set_len(8 << 20)
         .expect("room");
-    (folder, path)
+    (dir, path)
 }
 
 #[test]
 fn all_processes_see_the_stored_zones_of_a_file() {
-    let (folder, path) = file();
+    let (dir, path) = file();
     let drive = zones(8 << 20, Some(&path)).expect("zones");
     let other = zones(8 << 20, Some(&path)).expect("the same zones");
     let whole = |zones: &DriveZones| zones.lease(range(0, 8 << 20)).expect("a lease");
@@ -158,15 +158,15 @@ fn all_processes_see_the_stored_zones_of_a_file() {
         .map(|(_, zone)| zone.written)
         .collect();
     assert_eq!(written, [0, 5, 0, 0, 0, 0, 5, 0]);
-    let files = fs::read_dir(folder.path()).expect("a folder").count();
+    let files = fs::read_dir(dir.path()).expect("a folder").count();
     assert_eq!(files, 2, "the drive, and its zones");
     drop((parts, drive, other));
 }
 
 #[test]
 fn stored_zones_with_another_geometry_are_refused() {
-    let (_folder, path) = file();
-    let kept = path.with_extension("img.zones");
+    let (_dir, path) = file();
+    let zones_path = path.with_extension("img.zones");
     drop(zones(8 << 20, Some(&path)).expect("zones"));
     let refused = |bytes| zones(bytes, Some(&path)).expect_err("refused").to_string();
     let other = refused(4 << 20);
@@ -175,7 +175,7 @@ fn stored_zones_with_another_geometry_are_refused() {
         "{other}"
     );
     for content in [&b"short"[..], &[0; 8192]] {
-        fs::write(&kept, content).expect("a write");
+        fs::write(&zones_path, content).expect("a write");
         let refused = refused(8 << 20);
         assert!(refused.contains("has no zone states"), "{refused}");
     }
@@ -190,18 +190,18 @@ fn changed_zones_are_reported_once_and_overflow_the_list() {
     lease.lock().fail_media(3);
     lease.lock().fail_media(3);
     assert_eq!(events.take(), [IoQueueEvent::Changes]);
-    let told = lease.changes();
-    assert_eq!((told.ids(), told.has_more()), (&[3 * 256][..], false));
+    let changes = lease.changes();
+    assert_eq!((changes.ids(), changes.has_more()), (&[3 * 256][..], false));
     lease.lock().fail_media(5);
-    lease.remove(&told);
+    lease.remove(&changes);
     let left = lease.changes();
     assert_eq!((left.ids(), left.has_more()), (&[5 * 256][..], false));
     for zone in 6..600 {
         lease.lock().fail_media(zone);
     }
-    let told = lease.changes();
-    assert!(told.has_more());
-    lease.remove(&told);
+    let changes = lease.changes();
+    assert!(changes.has_more());
+    lease.remove(&changes);
     let left = lease.changes();
     assert_eq!((left.ids(), left.has_more()), (&[][..], false));
 }
@@ -226,10 +226,14 @@ fn zone_changes_under_the_predecessor_are_reported() {
     // The process is killed without dropping its values.
     let (lease, events) = process();
     assert_eq!(events.take(), [IoQueueEvent::Changes]);
-    let told = lease.changes();
-    assert_eq!(told.page()[..2], [0xFF, 0xFF], "any zone may have changed");
+    let changes = lease.changes();
+    assert_eq!(
+        changes.page()[..2],
+        [0xFF, 0xFF],
+        "any zone may have changed"
+    );
     lease.lock().fail_media(5);
-    lease.remove(&told);
+    lease.remove(&changes);
     assert_eq!(lease.changes().ids(), [5 * 256]);
     assert!(record().is_set(), "one came after the page was read");
     lease.remove(&lease.changes());
@@ -254,7 +258,7 @@ fn states_that_another_program_changed_are_lost_for_all_leases() {
         |file| file.write_all_at(&[0x0F], 4096 + 8).expect("written"),
     ];
     for change in changes {
-        let (_folder, path) = file();
+        let (_dir, path) = file();
         let drive = zones(8 << 20, Some(&path)).expect("zones");
         let leases = [0, 4 << 20].map(|start| drive.lease(range(start, 4 << 20)).expect("a lease"));
         let zslba = leases[0].lock().table.zone_start(1);
@@ -262,11 +266,19 @@ fn states_that_another_program_changed_are_lost_for_all_leases() {
         for lease in &leases {
             lease.check_stored().expect("kept");
         }
-        let kept = path.with_extension("img.zones");
-        change(&File::options().write(true).open(&kept).expect("a file"));
+        let zones_path = path.with_extension("img.zones");
+        change(
+            &File::options()
+                .write(true)
+                .open(&zones_path)
+                .expect("a file"),
+        );
         for lease in &leases {
             let lost = lease.check_stored().expect_err("lost").to_string();
-            assert!(lost.contains(kept.to_str().expect("a path")), "{lost}");
+            assert!(
+                lost.contains(zones_path.to_str().expect("a path")),
+                "{lost}"
+            );
             lease.rewrite_states();
             lease
                 .check_stored()
@@ -278,11 +290,14 @@ fn states_that_another_program_changed_are_lost_for_all_leases() {
 
 #[test]
 fn invalid_words_do_not_count_as_changes() {
-    let (_folder, path) = file();
+    let (_dir, path) = file();
     drop(zones(8 << 20, Some(&path)).expect("zones"));
-    let kept = path.with_extension("img.zones");
-    let kept = File::options().write(true).open(kept).expect("a file");
-    kept.write_all_at(&[0x07], 4096).expect("written");
+    let zones_path = path.with_extension("img.zones");
+    let zones_path = File::options()
+        .write(true)
+        .open(zones_path)
+        .expect("a file");
+    zones_path.write_all_at(&[0x07], 4096).expect("written");
     let drive = zones(8 << 20, Some(&path)).expect("zones");
     let lease = drive.lease(range(0, 8 << 20)).expect("a lease");
     lease.check_stored().expect("as they were");
@@ -344,7 +359,7 @@ impl StoreLease for Uncontended {
 
 #[test]
 fn zone_states_are_read_once_the_range_is_free() {
-    let (_folder, path) = file();
+    let (_dir, path) = file();
     let drive = LayeredController::new(SoftwareController::new(Contended(path), 12));
     let drive = Arc::new(drive.with_zones(&profile(PROFILE)).expect("zones"));
     let namespace = drive.namespaces()[0];
@@ -363,7 +378,7 @@ fn zone_states_are_read_once_the_range_is_free() {
 
 #[test]
 fn zones_are_opened_by_one_process_at_a_time() {
-    let (_folder, path) = file();
+    let (_dir, path) = file();
     let blocks = SoftwareController::open_file(&path, 12).expect("a file");
     assert!(blocks.can_open_concurrently());
     let zones = LayeredController::new(blocks)

@@ -96,21 +96,21 @@ impl MountedFileSystem {
         }
         // A subvolume below the mounted directory has no entry in the list of mounts.
         let below = path.strip_prefix(&self.point).unwrap_or(path);
-        let mut folders = below.ancestors().skip(1);
-        let nested = folders.find(|folder| {
-            let metadata = fs::metadata(self.point.join(folder));
-            *folder != Path::new("") && metadata.is_ok_and(|found| found.ino() == SUBVOLUME_ROOT)
+        let mut dirs = below.ancestors().skip(1);
+        let nested = dirs.find(|dir| {
+            let metadata = fs::metadata(self.point.join(dir));
+            *dir != Path::new("") && metadata.is_ok_and(|found| found.ino() == SUBVOLUME_ROOT)
         });
         let subvolume = self.subvolume.as_ref().unwrap_or(&self.root);
-        nested.map_or_else(|| subvolume.clone(), |folder| self.root.join(folder))
+        nested.map_or_else(|| subvolume.clone(), |dir| self.root.join(dir))
     }
 
     /// Returns the mount's source without the mounted directory, which the kernel appends to the source for NFS.
     pub(super) fn source_root(&self) -> String {
         let source = self.source.display().to_string();
-        let folder = self.root.to_string_lossy();
-        match source.strip_suffix(&*folder) {
-            Some(whole) if self.kind.starts_with("nfs") && folder != "/" => whole.to_owned(),
+        let dir = self.root.to_string_lossy();
+        match source.strip_suffix(&*dir) {
+            Some(whole) if self.kind.starts_with("nfs") && dir != "/" => whole.to_owned(),
             _ => source,
         }
     }
@@ -218,8 +218,8 @@ impl KernelFiles {
 
     /// Returns the disk that has a partition; `None` for a device that is no partition.
     pub(super) fn parent(&self, device: DeviceNumber) -> Option<DeviceNumber> {
-        let folder = fs::canonicalize(self.device_dir(device)).ok()?;
-        let text = fs::read_to_string(folder.parent()?.join("dev")).ok()?;
+        let dir = fs::canonicalize(self.device_dir(device)).ok()?;
+        let text = fs::read_to_string(dir.parent()?.join("dev")).ok()?;
         DeviceNumber::parse(&text)
     }
 
@@ -253,13 +253,13 @@ impl KernelFiles {
 
     /// Returns the names of the devices on top of a device or its partitions.
     pub(super) fn holders(&self, device: DeviceNumber) -> Vec<String> {
-        let folder = self.device_dir(device);
-        let partitions = dir_entries(&folder)
+        let dir = self.device_dir(device);
+        let partitions = dir_entries(&dir)
             .into_iter()
             .filter(|path| path.join("partition").exists());
-        let holders = std::iter::once(folder.clone())
+        let holders = std::iter::once(dir.clone())
             .chain(partitions)
-            .flat_map(|folder| dir_entries(&folder.join("holders")));
+            .flat_map(|dir| dir_entries(&dir.join("holders")));
         let mut names: Vec<_> = holders
             .filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned()))
             .collect();
@@ -298,8 +298,8 @@ impl KernelFiles {
     }
 }
 
-fn dir_entries(folder: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(folder).into_iter().flatten();
+fn dir_entries(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).into_iter().flatten();
     entries
         .filter_map(|entry| Some(entry.ok()?.path()))
         .collect()
@@ -315,7 +315,7 @@ fn parse_mount(line: &[u8]) -> Option<MountedFileSystem> {
     // The line is split at the last such option, because the value may contain commas.
     let options = String::from_utf8_lossy(rest.next().unwrap_or_default());
     let subvolume = options.split_once(",subvol=");
-    let subvolume = subvolume.map(|(_, folder)| unescape(folder.as_bytes()));
+    let subvolume = subvolume.map(|(_, dir)| unescape(dir.as_bytes()));
     Some(MountedFileSystem {
         device: DeviceNumber::parse(std::str::from_utf8(device).ok()?)?,
         root: unescape(root),

@@ -111,10 +111,8 @@ fn upper_dir(mount: &MountedFileSystem) -> Option<PathBuf> {
 
 /// Returns the file at `path` in overlay's upper directory, if it is certainly the file that overlay shows.
 fn find_in_upper(upper: &Path, mount: &MountedFileSystem, path: &Path) -> Option<PathBuf> {
-    let folder = mount.root.strip_prefix("/").ok()?;
-    let file = upper
-        .join(folder)
-        .join(path.strip_prefix(&mount.point).ok()?);
+    let dir = mount.root.strip_prefix("/").ok()?;
+    let file = upper.join(dir).join(path.strip_prefix(&mount.point).ok()?);
     let (shown, below) = (fs::metadata(path).ok()?, fs::symlink_metadata(&file).ok()?);
     // A file that overlay copied up has the inode number of the file in the lower directory, so it is not recognized.
     let is_it = below.is_file() && (shown.ino(), shown.len()) == (below.ino(), below.len());

@@ -28,17 +28,14 @@ impl Tree {
     }
 
     /// Creates a block device with a directory in `sys/devices` and the given attributes.
-    fn device(&self, folder: &str, number: &str, attributes: &[(&str, &str)]) -> DeviceNumber {
+    fn device(&self, dir: &str, number: &str, attributes: &[(&str, &str)]) -> DeviceNumber {
         for (name, value) in attributes {
-            self.write(
-                &format!("sys/devices/{folder}/{name}"),
-                &format!("{value}\n"),
-            );
+            self.write(&format!("sys/devices/{dir}/{name}"), &format!("{value}\n"));
         }
-        self.write(&format!("sys/devices/{folder}/dev"), number);
+        self.write(&format!("sys/devices/{dir}/dev"), number);
         let links = self.dir.path().join("sys/dev/block");
         fs::create_dir_all(&links).unwrap();
-        let target = self.dir.path().join("sys/devices").join(folder);
+        let target = self.dir.path().join("sys/devices").join(dir);
         symlink(target, links.join(number)).unwrap();
         let (major, minor) = number.split_once(':').unwrap();
         DeviceNumber(libc::makedev(
@@ -68,7 +65,7 @@ impl Tree {
         self.write("proc/self/mountinfo", &line);
     }
 
-    fn origin(&self, device: DeviceNumber) -> BackingId {
+    fn backing_id(&self, device: DeviceNumber) -> BackingId {
         let BackingDevice { extents, files, .. } = BackingDevice::resolve(&self.system, device);
         BackingId {
             identity: backing_extent::format_identity(&extents).into(),
@@ -93,18 +90,18 @@ impl Tree {
             ("dm/uuid", uuid),
             ("dm/name", uuid),
         ];
-        let folder = format!("virtual/dm-{minor}");
-        let device = self.device(&folder, &number, &attributes);
+        let dir = format!("virtual/dm-{minor}");
+        let device = self.device(&dir, &number, &attributes);
         self.write(&format!("tables/{number}"), table);
         for slave in slaves {
-            let path = format!("sys/devices/{folder}/slaves/{slave}/dev");
+            let path = format!("sys/devices/{dir}/slaves/{slave}/dev");
             self.write(&path, slave);
         }
         device
     }
 
     fn identity(&self, device: DeviceNumber) -> String {
-        self.origin(device).identity.name
+        self.backing_id(device).identity.name
     }
 
     fn of_file(&self, path: &Path) -> BackingId {
@@ -190,8 +187,8 @@ fn disks_of_each_kind_have_a_name_that_is_not_the_kernels() {
         ),
         ("1:0", "ram0", &[("serial", "")], "ram:this-boot/1:0"),
     ];
-    for (number, folder, attributes, identity) in names {
-        let device = tree.device(folder, number, attributes);
+    for (number, dir, attributes, identity) in names {
+        let device = tree.device(dir, number, attributes);
         assert_eq!(tree.identity(device), identity);
     }
 }
@@ -216,7 +213,7 @@ fn a_loop_device_is_its_file() {
     let on_long = [("size", "8"), ("start", "2048"), ("partition", "1")];
     let on_long = tree.device("virtual/loop3/loop3p1", "259:10", &on_long);
     assert_eq!(tree.identity(on_long), format!("1052672+4096 of {base}"));
-    let files = tree.origin(on_long).files;
+    let files = tree.backing_id(on_long).files;
     assert_eq!(files.len(), 1);
     assert_eq!(
         (files[0].path.as_path(), files[0].offset),
@@ -228,7 +225,7 @@ fn a_loop_device_is_its_file() {
             .is_same_file(&tempfile::tempfile().unwrap())
             .unwrap()
     );
-    assert_eq!(tree.origin(long).files.len(), 1);
+    assert_eq!(tree.backing_id(long).files.len(), 1);
 
     let other = image();
     assert_ne!(tree.of_file(other.path()).identity().name, base);
@@ -276,9 +273,9 @@ fn a_file_is_of_the_disk_that_its_file_system_is_on() {
     }
     let tree = Tree::new();
     let mount = |kind, source| {
-        let folder = file.path().parent().unwrap().display();
+        let dir = file.path().parent().unwrap().display();
         let lines = format!(
-            "1 0 0:9 / / rw - overlay overlay rw\n2 1 0:99 /sub {folder} rw - {kind} {source} rw\n"
+            "1 0 0:9 / / rw - overlay overlay rw\n2 1 0:99 /sub {dir} rw - {kind} {source} rw\n"
         );
         tree.write("proc/self/mountinfo", &lines);
         tree.of_file(file.path()).identity().name.clone()
@@ -297,9 +294,9 @@ fn a_file_is_of_the_disk_that_its_file_system_is_on() {
 fn a_bind_mount_gives_a_file_no_other_name() {
     let tree = Tree::new();
     let file = image();
-    let folder = file.path().parent().unwrap().display();
+    let dir = file.path().parent().unwrap().display();
     let identity = |root: &str, kind: &str, source: &str, options: &str| {
-        let line = format!("2 1 0:99 {root} {folder} rw - {kind} {source} {options}\n");
+        let line = format!("2 1 0:99 {root} {dir} rw - {kind} {source} {options}\n");
         tree.write("proc/self/mountinfo", &line);
         tree.of_file(file.path()).identity().name.clone()
     };
@@ -341,10 +338,10 @@ fn what_is_mounted_or_swapped_on_is_in_use() {
     tree.device("virtual/dm-0", "253:0", &crypt);
     tree.write("sys/devices/virtual/dm-0/slaves/loop0/dev", "7:0\n");
 
-    let user = |origin: &BackingId| origin.find_user_in(&tree.system);
-    let all = [disk, first, second, whole, far].map(|device| tree.origin(device));
+    let user = |backing_id: &BackingId| backing_id.find_user_in(&tree.system);
+    let all = [disk, first, second, whole, far].map(|device| tree.backing_id(device));
     let used = || {
-        let devices = all.each_ref().map(|origin| user(origin).is_some());
+        let devices = all.each_ref().map(|backing_id| user(backing_id).is_some());
         (devices, user(&of_file).is_some())
     };
     assert_eq!(used(), ([false; 5], false));
@@ -423,10 +420,10 @@ fn a_mapped_device_is_its_table() {
     ] {
         let number = format!("253:{minor}");
         let attributes = [("size", "8"), ("dm/uuid", "x"), ("dm/name", "x")];
-        let folder = format!("virtual/dm-{minor}");
-        let device = tree.device(&folder, &number, &attributes);
+        let dir = format!("virtual/dm-{minor}");
+        let device = tree.device(&dir, &number, &attributes);
         tree.write(&format!("tables/{number}"), table);
-        tree.write(&format!("sys/devices/{folder}/slaves/sdb/dev"), "8:16");
+        tree.write(&format!("sys/devices/{dir}/slaves/sdb/dev"), "8:16");
         assert_eq!(
             tree.identity(device),
             "0+4096 of dm:x over 0+1073741824/disk:naa.2"
@@ -511,7 +508,7 @@ fn a_mapped_device_locks_its_parts_of_files() {
     tree.loop_device(1, two.path(), (0, 16));
     let table = "0 8 linear 7:0 8\n8 8 linear 7:1 0\n";
     let mapped = tree.mapped(0, "both", table, &["7:0", "7:1"]);
-    let files = tree.origin(mapped).files;
+    let files = tree.backing_id(mapped).files;
     let parts = |start, length| {
         let parts = files.iter().map(|file| file.file_part(start, length));
         parts.collect::<Vec<_>>()
@@ -564,33 +561,36 @@ fn a_file_on_a_disk_without_a_name_is_named_by_its_file_system() {
     let (name, by_boot) = match number.starts_with("0:") {
         // The file system is btrfs, or in memory.
         true => {
-            let folder = file.path().parent().unwrap().display();
+            let dir = file.path().parent().unwrap().display();
             tree.device("vda", "252:0", &[("diskseq", "7")]);
-            let line = format!("2 1 252:0 / {folder} rw - ext4 /dev/vda rw\n");
+            let line = format!("2 1 252:0 / {dir} rw - ext4 /dev/vda rw\n");
             tree.write("proc/self/mountinfo", &line);
-            let former = format!("file:{inode}@ext4:disk:{boot}/7:/");
-            (format!("file:{inode}@fs:"), former)
+            let old_format = format!("file:{inode}@ext4:disk:{boot}/7:/");
+            (format!("file:{inode}@fs:"), old_format)
         }
         false => {
             tree.device("vda", &number, &[("diskseq", "7")]);
-            let former = format!("file:{inode}@disk:{boot}/7");
-            (format!("file:{inode}@fs:"), former)
+            let old_format = format!("file:{inode}@disk:{boot}/7");
+            (format!("file:{inode}@fs:"), old_format)
         }
     };
-    let origin = tree.of_file(file.path());
+    let backing_id = tree.of_file(file.path());
     match label {
         Some(label) => {
-            assert_eq!(origin.identity().name, format!("{name}{label}"));
-            assert!(origin.identity().possible_names.contains(&by_boot));
+            assert_eq!(backing_id.identity().name, format!("{name}{label}"));
+            assert!(backing_id.identity().possible_names.contains(&by_boot));
         }
         None => {
-            assert_eq!(origin.identity().name, by_boot);
+            assert_eq!(backing_id.identity().name, by_boot);
         }
     }
     // The identity of a volume on a named disk does not change.
     tree.write("sys/devices/vda/serial", "abc");
-    let origin = tree.of_file(file.path());
-    assert!(origin.identity().name.contains("disk:abc"), "{origin:?}");
+    let backing_id = tree.of_file(file.path());
+    assert!(
+        backing_id.identity().name.contains("disk:abc"),
+        "{backing_id:?}"
+    );
 }
 
 #[test]
@@ -668,11 +668,11 @@ fn a_file_on_overlay_is_the_one_in_the_upper_directory() {
     fs::hard_link(&file, &path).unwrap();
     overlay(&tree, &shown, "/", &upper);
     let below = tree.of_file(&file);
-    let origin = tree.of_file(&path);
-    assert_eq!(origin.identity().name, below.identity().name);
+    let backing_id = tree.of_file(&path);
+    assert_eq!(backing_id.identity().name, below.identity().name);
     assert!(below.files().is_empty());
-    let [locked] = origin.files() else {
-        panic!("one file is locked below: {origin:?}");
+    let [locked] = backing_id.files() else {
+        panic!("one file is locked below: {backing_id:?}");
     };
     assert_eq!(
         (&locked.path, locked.file_part(1, 2)),
@@ -690,7 +690,7 @@ fn a_file_on_overlay_is_the_one_in_the_upper_directory() {
     overlay(&tree, &shown, "/", &upper);
     let device = tree.loop_device(0, &path, (0, 8));
     assert_eq!(tree.identity(device), below.identity().name);
-    let files = tree.origin(device).files;
+    let files = tree.backing_id(device).files;
     let files: Vec<_> = files.iter().map(|file| &file.path).collect();
     assert_eq!(files, [&file, &path]);
 }

@@ -4,7 +4,7 @@
 //! Data that was released, was given up, or is not completely wiped does not make a unit taken. It is wiped before a lease
 //! uses the unit.
 //!
-//! The ledger stores the offset of each byte within its lease (in `tenants`). So an id that returns finds its extents in
+//! The ledger stores the offset of each byte within its lease (in `owners`). So an id that returns finds its extents in
 //! their order.
 
 use std::ops::Range;
@@ -130,9 +130,9 @@ fn find_previous(
         let unfit = match fit(&of) {
             Ok(None) => continue,
             Err((ranges, unfit)) => LeaseRefusal::PreviousData(ranges, unfit),
-            Ok(Some(former)) => match former.mismatch(demand) {
-                None => return Ok(Some(former)),
-                Some(unfit) => LeaseRefusal::PreviousData(former.extents.parts().to_vec(), unfit),
+            Ok(Some(previous)) => match previous.mismatch(demand) {
+                None => return Ok(Some(previous)),
+                Some(unfit) => LeaseRefusal::PreviousData(previous.extents.parts().to_vec(), unfit),
             },
         };
         if !is_free {
@@ -149,7 +149,7 @@ pub(super) fn find_split_lease(
     area: &LeaseTarget<'_>,
     range: ByteRange,
 ) -> Option<PreviousLeaseBySize> {
-    let found = area.find_owners(&records.tenants);
+    let found = area.find_owners(&records.owners);
     let own = found
         .iter()
         .filter(|found| found.owner.id == area.id && found.owner.is_reusable());
@@ -245,7 +245,7 @@ pub(super) fn admit(
     demand: SizeDemand,
     is_held: impl Fn(LeaseSlot) -> Result<bool, LedgerStoreError>,
 ) -> Result<AdmittedLease, LeaseRefusal> {
-    let found = area.find_owners(&records.tenants);
+    let found = area.find_owners(&records.owners);
     let mut taken_over = None;
     let mut taken = Vec::new();
     let mut others = Vec::new();
@@ -258,14 +258,14 @@ pub(super) fn admit(
         }
         let held = is_held(LeaseSlot(record.slot)).map_err(LeaseRefusal::Store)?;
         let lengths = shared.iter().map(ByteRange::length);
-        let here = lengths.fold(0, u64::saturating_add);
-        if held || here != record.extents.length() {
+        let allocated = lengths.fold(0, u64::saturating_add);
+        if held || allocated != record.extents.length() {
             return Err(LeaseRefusal::IdTaken(LeaseEntry::new(record, held).into()));
         }
         taken_over = Some(LeaseSlot(record.slot));
     }
-    let former = find_previous(&found, area.id, demand)?;
-    let own = former.as_ref().map(|former| &former.extents);
+    let previous = find_previous(&found, area.id, demand)?;
+    let own = previous.as_ref().map(|previous| &previous.extents);
     let own: &[ByteRange] = own.map_or(&[], LeaseExtents::parts);
     for (record, shared) in others {
         let mut overlaps = own
@@ -284,7 +284,7 @@ pub(super) fn admit(
     Ok(AdmittedLease {
         taken_over,
         extents,
-        previous: former,
+        previous,
     })
 }
 
@@ -300,10 +300,10 @@ fn extend_with_free(
     let present: u64 = own.iter().map(ByteRange::length).sum();
     // A lease shrinks only by an explicit request, so its present length may exceed `bytes`.
     let missing = bytes.saturating_sub(present) / unit;
-    let (dirty, kept): (Vec<&LocatedRangeOwner<'_>>, Vec<_>) =
+    let (dirty, clean): (Vec<&LocatedRangeOwner<'_>>, Vec<_>) =
         found.iter().partition(|found| found.owner.is_free());
-    let kept = kept.iter().map(|found| found.range);
-    let taken: Vec<_> = taken.iter().copied().chain(kept).collect();
+    let clean = clean.iter().map(|found| found.range);
+    let taken: Vec<_> = taken.iter().copied().chain(clean).collect();
     let dirty: Vec<_> = dirty.iter().map(|found| found.range).collect();
     let free = allocation::free_units(area.capacity / unit, unit, &taken, &dirty);
     let need = UnitDemand {
@@ -346,7 +346,7 @@ pub(super) fn namespace_uses<'a>(
         let shared = area.shared_ranges(record);
         shared.into_iter().map(|range| (&*record.id, range, true))
     });
-    let data = area.find_owners(&records.tenants);
+    let data = area.find_owners(&records.owners);
     let data = data.iter().filter(|found| !found.owner.is_free());
     let data = data.map(|found| (&*found.owner.id, found.range, false));
     let used: Vec<NamespaceUse<'a>> = leases.chain(data).collect();
@@ -358,32 +358,32 @@ pub(super) fn namespace_uses<'a>(
 
 /// Records the id as the owner of the lease's extents, and marks data of other ids in them for wiping.
 pub(super) fn record_extents(
-    tenants: &mut Vec<RangeOwner>,
+    owners: &mut Vec<RangeOwner>,
     area: &LeaseTarget<'_>,
     extents: &LeaseExtents,
-    former: Option<&PreviousExtents>,
+    previous: Option<&PreviousExtents>,
 ) {
-    let placed = former.is_some_and(|former| !former.is_fixed_range);
+    let placed = previous.is_some_and(|previous| !previous.is_fixed_range);
     if let Some(all) = area.whole_candidate()
         && !placed
     {
-        range_owners::mark_remnants(tenants, &all);
+        range_owners::mark_remnants(owners, &all);
     }
     if let Some(PreviousExtents {
         extents,
         is_fixed_range: true,
-    }) = former
+    }) = previous
     {
         // All these bytes belong to the id already. Only their offsets within the lease are recorded.
         record_parts(
-            tenants,
+            owners,
             area,
             extents.with_offsets(),
             PreviousDataPolicy::Kept,
         );
     }
     record_parts(
-        tenants,
+        owners,
         area,
         extents.with_offsets(),
         PreviousDataPolicy::Wiped,
@@ -391,25 +391,25 @@ pub(super) fn record_extents(
 }
 
 fn record_parts(
-    tenants: &mut Vec<RangeOwner>,
+    owners: &mut Vec<RangeOwner>,
     area: &LeaseTarget<'_>,
     parts: impl Iterator<Item = (u64, ByteRange)>,
-    fate: PreviousDataPolicy,
+    policy: PreviousDataPolicy,
 ) {
     for (at, range) in parts {
-        range_owners::record_owner(tenants, &area.candidate(range, Some(at)), fate);
+        range_owners::record_owner(owners, &area.candidate(range, Some(at)), policy);
     }
 }
 
 /// Returns the parts of `ranges` that have to be wiped before use, in the order of `ranges`.
 pub(super) fn unwiped_ranges(
-    tenants: &[RangeOwner],
+    owners: &[RangeOwner],
     area: &LeaseTarget<'_>,
     ranges: &[ByteRange],
 ) -> Vec<ByteRange> {
-    let marked =
-        |range: &ByteRange| range_owners::unwiped_ranges(tenants, &area.candidate(*range, None));
-    ranges.iter().flat_map(marked).collect()
+    let unwiped =
+        |range: &ByteRange| range_owners::unwiped_ranges(owners, &area.candidate(*range, None));
+    ranges.iter().flat_map(unwiped).collect()
 }
 
 /// Changes the length of a lease by size in the ledger. Returns the lease's new extents.
@@ -427,7 +427,7 @@ pub(super) fn resize(
     let present = before.length();
     let extents = if bytes <= present {
         for range in before.slice(bytes, present) {
-            range_owners::release_range(&mut records.tenants, &area.candidate(range, None));
+            range_owners::release_range(&mut records.owners, &area.candidate(range, None));
         }
         LeaseExtents::new(before.slice(0, bytes)).map_err(|_| LeaseRefusal::Gone)?
     } else {
@@ -435,12 +435,12 @@ pub(super) fn resize(
         let taken: Vec<_> = taken
             .flat_map(|record| area.shared_ranges(record))
             .collect();
-        let found = area.find_owners(&records.tenants);
+        let found = area.find_owners(&records.owners);
         let extents = extend_with_free(before.parts(), &found, &taken, area, demand)?;
         let mut at = present;
         for range in extents.slice(present, bytes) {
             let place = area.candidate(range, Some(at));
-            range_owners::record_owner(&mut records.tenants, &place, PreviousDataPolicy::Wiped);
+            range_owners::record_owner(&mut records.owners, &place, PreviousDataPolicy::Wiped);
             at += range.length();
         }
         extents

@@ -34,19 +34,19 @@ enum LedgerModelStep {
 fn step() -> impl Strategy<Value = LedgerModelStep> {
     let id = || prop::sample::select(&IDS[..]);
     let lease = || 0..4_usize;
-    let fate = |fates: &'static [PreviousDataPolicy]| prop::sample::select(fates);
+    let policy = |fates: &'static [PreviousDataPolicy]| prop::sample::select(fates);
     prop_oneof![
         6 => (id(), 1..14_u64, 1..3_u64, prop::bool::weighted(0.15))
             .prop_map(|(id, units, unit, whole)| LedgerModelStep::Size(id, units, unit, whole)),
-        2 => (id(), 0..36_usize, 1..5_usize, fate(&[PreviousDataPolicy::Refused, PreviousDataPolicy::Kept, PreviousDataPolicy::Wiped]))
-            .prop_map(|(id, start, units, fate)| LedgerModelStep::Range(id, start, units, fate)),
+        2 => (id(), 0..36_usize, 1..5_usize, policy(&[PreviousDataPolicy::Refused, PreviousDataPolicy::Kept, PreviousDataPolicy::Wiped]))
+            .prop_map(|(id, start, units, policy)| LedgerModelStep::Range(id, start, units, policy)),
         3 => (lease(), 0..8_u64).prop_map(|(lease, units)| LedgerModelStep::Grow(lease, units)),
         2 => (lease(), 0..8_u64).prop_map(|(lease, units)| LedgerModelStep::Truncate(lease, units)),
         3 => lease().prop_map(LedgerModelStep::Wipe),
         4 => lease().prop_map(LedgerModelStep::Drop),
         1 => lease().prop_map(LedgerModelStep::Die),
-        2 => (id(), fate(&[PreviousDataPolicy::Kept, PreviousDataPolicy::Wiped, PreviousDataPolicy::Wiped]))
-            .prop_map(|(id, fate)| LedgerModelStep::Decide(id, fate)),
+        2 => (id(), policy(&[PreviousDataPolicy::Kept, PreviousDataPolicy::Wiped, PreviousDataPolicy::Wiped]))
+            .prop_map(|(id, policy)| LedgerModelStep::Decide(id, policy)),
         1 => id().prop_map(LedgerModelStep::Release),
     ]
 }
@@ -98,7 +98,7 @@ enum LedgerModelOutcome {
     IdTaken,
     Former,
     NoRoom,
-    Given { former: Vec<usize>, named: bool },
+    Given { previous: Vec<usize>, named: bool },
 }
 
 fn units_of(ranges: &[ByteRange]) -> Vec<usize> {
@@ -151,7 +151,7 @@ impl LedgerModel {
 
     /// Returns the units with data of the id that its lease by size can reuse, and true if they are of leases with a fixed
     /// range; `None` if the units do not form a lease.
-    fn former(&self, id: &str, unit: u64, whole: bool) -> Option<(Vec<usize>, bool)> {
+    fn previous_units(&self, id: &str, unit: u64, whole: bool) -> Option<(Vec<usize>, bool)> {
         let own = |unit: &usize| self.units[*unit].filter(|unit| unit.id == id);
         let all = || (0..UNITS).filter(|unit| own(unit).is_some());
         let fits = |units: &[usize]| {
@@ -197,7 +197,7 @@ impl LedgerModel {
     }
 
     /// Returns the units of the id's earlier lease by size, if all of them still have its data and the data was not given up.
-    fn former_by_size(&self, id: &str) -> Option<Vec<usize>> {
+    fn previous_by_size(&self, id: &str) -> Option<Vec<usize>> {
         let placed =
             |unit: &usize| self.units[*unit].filter(|unit| unit.id == id && unit.at.is_some());
         let mut units: Vec<usize> = (0..UNITS).filter(|unit| placed(unit).is_some()).collect();
@@ -237,13 +237,13 @@ impl LedgerModel {
         if records.any(|entry| entry.lease.is_some()) {
             return LedgerModelOutcome::IdTaken;
         }
-        let Some((former, named)) = self.former(id, unit, whole) else {
+        let Some((previous, named)) = self.previous_units(id, unit, whole) else {
             return LedgerModelOutcome::Former;
         };
-        let need = ((units * unit) as usize).saturating_sub(former.len());
-        let (usable, _) = self.free(&former, Some(id));
-        match Self::has_room(&usable, &former, need, unit, whole) {
-            true => LedgerModelOutcome::Given { former, named },
+        let need = ((units * unit) as usize).saturating_sub(previous.len());
+        let (usable, _) = self.free(&previous, Some(id));
+        match Self::has_room(&usable, &previous, need, unit, whole) {
+            true => LedgerModelOutcome::Given { previous, named },
             false => LedgerModelOutcome::NoRoom,
         }
     }
@@ -254,7 +254,7 @@ impl LedgerModel {
         id: &'static str,
         units: &[usize],
         first: Option<usize>,
-        fate: PreviousDataPolicy,
+        policy: PreviousDataPolicy,
     ) {
         let mut broken = HashSet::new();
         for (i, unit) in units.iter().enumerate() {
@@ -268,8 +268,8 @@ impl LedgerModel {
                 remnant: false,
             };
             let before = self.units[*unit];
-            let moves = |unit: &LedgerModelUnit| unit.id != id || unit.at != at;
-            if let Some(before) = before.filter(moves) {
+            let has_moved = |unit: &LedgerModelUnit| unit.id != id || unit.at != at;
+            if let Some(before) = before.filter(has_moved) {
                 if before.at.is_some() {
                     self.had.remove(before.id);
                 }
@@ -282,7 +282,7 @@ impl LedgerModel {
             };
             let wiped = before.filter(|unit| {
                 foreign(unit)
-                    && match fate {
+                    && match policy {
                         PreviousDataPolicy::Refused => unit.released,
                         PreviousDataPolicy::Kept => false,
                         PreviousDataPolicy::Wiped | PreviousDataPolicy::Erased => true,
@@ -332,13 +332,19 @@ impl LedgerModel {
         };
         // A lease by size wipes all data of other ids, whatever policy the request has.
         let request = request(id, wanted, PreviousDataPolicy::Kept);
-        let remembered = self.former(id, 1, false);
+        let remembered = self.previous_units(id, 1, false);
         if let Some(had) = self.had.get(id) {
             let expected = Some((had.clone(), false));
             prop_assert_eq!(&remembered, &expected, "what an id had is there");
         }
         let lease = match (self.ledger.acquire(&request), outcome) {
-            (Ok(lease), LedgerModelOutcome::Given { former, named }) => {
+            (
+                Ok(lease),
+                LedgerModelOutcome::Given {
+                    previous: former,
+                    named,
+                },
+            ) => {
                 self.leases.retain(|entry| entry.id != id);
                 let given = units_of(lease.extents().parts());
                 let most = (units * unit).max(former.len() as u64);
@@ -431,7 +437,7 @@ impl LedgerModel {
         id: &'static str,
         start: usize,
         units: usize,
-        fate: PreviousDataPolicy,
+        policy: PreviousDataPolicy,
     ) -> Result<(), TestCaseError> {
         let wanted: Vec<usize> = (start..start + units).collect();
         let in_the_way = self.leases.iter().any(|entry| {
@@ -442,23 +448,23 @@ impl LedgerModel {
         let refuses = |unit: &LedgerModelUnit| {
             (unit.wiping || unit.id != id) && !unit.released && (unit.wiping || !unit.given_up)
         };
-        let torn = self.former_by_size(id).is_some_and(|placed| {
+        let torn = self.previous_by_size(id).is_some_and(|placed| {
             let is_one = placed.windows(2).all(|pair| pair[0] + 1 == pair[1]);
             let is_all = is_one && placed[0] == start && placed.len() <= units;
             placed.iter().any(|unit| wanted.contains(unit)) && !is_all
         });
         let mut before = wanted.iter().filter_map(|unit| self.units[*unit]);
-        let others = fate == PreviousDataPolicy::Refused && before.any(|unit| refuses(&unit));
+        let others = policy == PreviousDataPolicy::Refused && before.any(|unit| refuses(&unit));
         let range = ByteRange::new(start as u64 * M, units as u64 * M).unwrap();
         match self
             .ledger
-            .acquire(&request(id, RequestedBytes::Range(range), fate))
+            .acquire(&request(id, RequestedBytes::Range(range), policy))
         {
             Ok(lease) => {
                 prop_assert!(!in_the_way && !others && !torn);
                 self.leases.retain(|entry| entry.id != id);
                 prop_assert_eq!(lease.extents().single(), Some(range));
-                self.enter(id, &wanted, None, fate);
+                self.enter(id, &wanted, None, policy);
                 self.write(id, &wanted, false);
                 self.leases.push(LedgerModelLease {
                     id,
@@ -504,11 +510,11 @@ impl LedgerModel {
         };
         let (usable, _) = self.free(units, None);
         let need = (by * unit) as usize;
-        let room = Self::has_room(&usable, units, need, unit, whole);
+        let has_space = Self::has_room(&usable, units, need, unit, whole);
         let added = match lease.grow((units.len() as u64 + by * unit) * M) {
             Ok(added) => units_of(&added),
             Err(LeaseError::NoCapacity { .. }) => {
-                prop_assert!(!room);
+                prop_assert!(!has_space);
                 return Ok(());
             }
             Err(other) => return Err(TestCaseError::fail(other.to_string())),
@@ -593,17 +599,21 @@ impl LedgerModel {
         self.write(id, &units, unit.is_some());
     }
 
-    fn decide(&mut self, id: &'static str, fate: PreviousDataPolicy) -> Result<(), TestCaseError> {
+    fn decide(
+        &mut self,
+        id: &'static str,
+        policy: PreviousDataPolicy,
+    ) -> Result<(), TestCaseError> {
         let decided = |unit: &LedgerModelUnit| {
-            unit.id == id && (!unit.wiping || fate != PreviousDataPolicy::Kept)
+            unit.id == id && (!unit.wiping || policy != PreviousDataPolicy::Kept)
         };
         let its = self.units.iter_mut().flatten();
         let its: Vec<&mut LedgerModelUnit> = its.filter(|unit| decided(unit)).collect();
-        let result = self.ledger.decide_data(id, fate);
+        let result = self.ledger.decide_data(id, policy);
         prop_assert_eq!(result.is_err(), its.is_empty());
         for unit in its {
-            unit.given_up = fate == PreviousDataPolicy::Kept;
-            unit.released = fate == PreviousDataPolicy::Wiped;
+            unit.given_up = policy == PreviousDataPolicy::Kept;
+            unit.released = policy == PreviousDataPolicy::Wiped;
         }
         Ok(())
     }
@@ -611,7 +621,9 @@ impl LedgerModel {
     fn step(&mut self, step: LedgerModelStep) -> Result<(), TestCaseError> {
         match step {
             LedgerModelStep::Size(id, units, unit, whole) => self.size(id, units, unit, whole)?,
-            LedgerModelStep::Range(id, start, units, fate) => self.range(id, start, units, fate)?,
+            LedgerModelStep::Range(id, start, units, policy) => {
+                self.range(id, start, units, policy)?
+            }
             LedgerModelStep::Grow(which, by) => {
                 let living = self.living(which);
                 living.map_or(Ok(()), |i| self.grow(i, by))?;
@@ -635,7 +647,7 @@ impl LedgerModel {
                     lease.die();
                 }
             }
-            LedgerModelStep::Decide(id, fate) => self.decide(id, fate)?,
+            LedgerModelStep::Decide(id, policy) => self.decide(id, policy)?,
             LedgerModelStep::Release(id) => {
                 let stale = |entry: &LedgerModelLease| entry.id == id && entry.lease.is_none();
                 let released = self.ledger.release(id, false).is_ok();
@@ -662,9 +674,9 @@ impl LedgerModel {
                 prop_assert!(leased.insert(*unit), "unit {} is in two leases", unit);
             }
             if let Some(lease) = &entry.lease {
-                let marked = |unit: &&usize| self.units[**unit].unwrap().wiping;
-                let marked: Vec<usize> = entry.units.iter().filter(marked).copied().collect();
-                prop_assert_eq!(units_of(&lease.unwiped()), marked);
+                let unwiped = |unit: &&usize| self.units[**unit].unwrap().wiping;
+                let unwiped: Vec<usize> = entry.units.iter().filter(unwiped).copied().collect();
+                prop_assert_eq!(units_of(&lease.unwiped()), unwiped);
             }
         }
         prop_assert_eq!(listed.len(), self.leases.len());

@@ -68,14 +68,14 @@ fn ranges(texts: &[&str]) -> Vec<ByteRange> {
     texts.iter().map(|text| text.parse().unwrap()).collect()
 }
 
-fn folder() -> (tempfile::TempDir, Ledger) {
+fn temp_ledger() -> (tempfile::TempDir, Ledger) {
     let dir = tempfile::tempdir().unwrap();
     let ledger = Ledger::open(&dir.path().join("state"));
     (dir, ledger)
 }
 
 fn both() -> (tempfile::TempDir, [Ledger; 2]) {
-    let (dir, ledger) = folder();
+    let (dir, ledger) = temp_ledger();
     (dir, [ledger, Ledger::in_process()])
 }
 
@@ -122,7 +122,7 @@ fn a_lease_by_size_is_one_extent_if_possible() {
 
 #[test]
 fn a_lease_is_made_of_the_largest_free_extents() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     let others = [
         take(&ledger, &at("x", "3M+1M")),
         take(&ledger, &at("y", "9M+1M")),
@@ -177,18 +177,18 @@ fn an_id_that_comes_back_has_its_extents_in_their_order() {
 
 #[test]
 fn the_lease_of_a_dead_holder_is_taken_over() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     let a = take(&ledger, &size("a", 2));
     let error = ledger.acquire(&size("a", 2)).unwrap_err();
     assert!(matches!(error, LeaseError::IdTaken { .. }), "{error}");
     a.die();
     let b = take(&ledger, &size("b", 1));
     assert_eq!(parts(&b), ranges(&["2M+1M"]));
-    let elsewhere = LeaseRequest {
+    let other_drive_request = LeaseRequest {
         drive: "disk:other".into(),
         ..size("a", 2)
     };
-    let error = ledger.acquire(&elsewhere).unwrap_err();
+    let error = ledger.acquire(&other_drive_request).unwrap_err();
     assert!(matches!(error, LeaseError::IdTaken { .. }), "{error}");
     let a = take(&ledger, &size("a", 3));
     assert_eq!(parts(&a), ranges(&["0+2M", "3M+1M"]));
@@ -197,7 +197,7 @@ fn the_lease_of_a_dead_holder_is_taken_over() {
 
 #[test]
 fn a_partition_has_the_leases_by_size_of_its_disk() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     let disk = take(&ledger, &size("a", 2));
     let b = take(&ledger, &size("b", 1));
     disk.grow(4 * M).unwrap();
@@ -254,20 +254,20 @@ fn a_range_tears_no_lease_by_size_of_its_id() {
         let v = take(&ledger, &size("v", 1));
         a.grow(2 * M).unwrap();
         drop((a, v));
-        let kept = ["0+1M", "2M+1M", "0+512K", "0+40M", "2560K+4M"];
-        for range in kept {
-            for fate in [
+        let remaining = ["0+1M", "2M+1M", "0+512K", "0+40M", "2560K+4M"];
+        for range in remaining {
+            for policy in [
                 PreviousDataPolicy::Refused,
                 PreviousDataPolicy::Kept,
                 PreviousDataPolicy::Wiped,
             ] {
                 let wanted = LeaseRequest {
-                    previous_data: fate,
+                    previous_data: policy,
                     ..at("a", range)
                 };
                 let message = match ledger.acquire(&wanted) {
                     Err(LeaseError::Split { .. }) => refusal(&ledger, &wanted),
-                    other => panic!("{range}, {fate:?}: {other:?}"),
+                    other => panic!("{range}, {policy:?}: {other:?}"),
                 };
                 assert!(message.contains("0+1M and 2M+1M on disk:d"), "{message}");
                 assert!(message.contains("say size=2M,unit=1M"), "{message}");
@@ -287,7 +287,7 @@ fn a_range_tears_no_lease_by_size_of_its_id() {
 
 #[test]
 fn ranges_of_a_torn_lease_can_be_leased() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     drop(take(&ledger, &size("a", 4)));
     drop(take(&ledger, &keep("b", "1M+1M")));
     let message = refusal(&ledger, &size("a", 4));
@@ -299,7 +299,7 @@ fn ranges_of_a_torn_lease_can_be_leased() {
 
 #[test]
 fn ranges_that_are_no_lease_by_size_are_refused_until_they_are_released() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     let cases: [(&str, &[&str], LeaseRequest<'_>, &str); 4] = [
         (
             "a",
@@ -326,12 +326,12 @@ fn ranges_that_are_no_lease_by_size_are_refused_until_they_are_released() {
             "39M+1536K, which does not begin",
         ),
     ];
-    for (id, leased, wanted, said) in cases {
+    for (id, leased, wanted, expected) in cases {
         for range in leased {
             drop(take(&ledger, &at(id, range)));
         }
         let message = refusal(&ledger, &wanted);
-        assert!(message.contains(said), "{message}");
+        assert!(message.contains(expected), "{message}");
         ledger.decide_data(id, PreviousDataPolicy::Wiped).unwrap();
         let lease = take(&ledger, &wanted);
         assert!(lease.unwiped().is_empty(), "{id}: there is clean space");
@@ -340,7 +340,7 @@ fn ranges_that_are_no_lease_by_size_are_refused_until_they_are_released() {
 
 #[test]
 fn released_extents_that_do_not_fit_are_replaced() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     let a = take(&ledger, &size("a", 1));
     let b = take(&ledger, &size("b", 1));
     a.grow(2 * M).unwrap();
@@ -429,7 +429,7 @@ fn keep_size(id: &str, units: u64) -> LeaseRequest<'_> {
 
 #[test]
 fn a_released_id_that_lost_its_end_gets_new_extents() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     for (id, leased) in [("a", size("a", 4)), ("b", at("b", "20M+4M"))] {
         let end = parts(&take(&ledger, &leased))[0].end();
         ledger.decide_data(id, PreviousDataPolicy::Wiped).unwrap();
@@ -447,7 +447,7 @@ fn a_released_id_that_lost_its_end_gets_new_extents() {
 
 #[test]
 fn a_release_does_not_cover_truncated_extents() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     drop(take(&ledger, &at("named", "4M+36M")));
     let a = take(&ledger, &size("a", 4));
     a.truncate(2 * M).unwrap();
@@ -461,7 +461,7 @@ fn a_release_does_not_cover_truncated_extents() {
 
 #[test]
 fn a_lease_that_loses_a_part_by_name_is_refused() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     drop(take(&ledger, &size("a", 4)));
     drop(take(&ledger, &keep("b", "1M+1M")));
     assert_eq!(
@@ -483,7 +483,7 @@ fn a_lease_that_loses_a_part_by_name_is_refused() {
 
 #[test]
 fn a_wipe_by_name_that_was_cut_short_leaves_free_space() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     drop(take(&ledger, &at("a", "0+40M")));
     let erasing = LeaseRequest {
         previous_data: PreviousDataPolicy::Wiped,
@@ -606,7 +606,7 @@ fn an_impossible_resize_is_refused_without_effect() {
 
 #[test]
 fn a_contiguous_lease_grows_only_at_its_end() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     let x = take(&ledger, &at("x", "2M+1M"));
     let y = take(&ledger, &at("y", "33M+1M"));
     let a = take(&ledger, &whole("a", 3));
@@ -715,7 +715,7 @@ fn unsuitable_sizes_are_refused() {
 
 #[test]
 fn a_refusal_suggests_a_fitting_smaller_unit() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     let x = take(&ledger, &at("x", "1M+1M"));
     let y = take(&ledger, &at("y", "4M+36M"));
     let facts = "it has 2M free in whole units of 2M, the largest extent 2M";
@@ -737,7 +737,7 @@ fn a_refusal_suggests_a_fitting_smaller_unit() {
 
 #[test]
 fn an_unsynced_ledger_is_used_as_it_is_on_disk() {
-    let (_dir, ledger) = folder();
+    let (_dir, ledger) = temp_ledger();
     let a = take(&ledger, &size("a", 2));
     // A change has replaced the ledger's file and then failed, so the file has a newer state than the lease.
     let ahead = a.ahead();

@@ -91,14 +91,14 @@ impl Ledger {
             path: PathBuf::from("a memory file"),
             source,
         };
-        let (mut kept, before) = LedgerMemoryFile::open(file).map_err(damaged)?;
-        let (salt, mut records) = before.unwrap_or_else(|| (random(), LedgerRecords::default()));
+        let (mut memory_file, contents) = LedgerMemoryFile::open(file).map_err(damaged)?;
+        let (salt, mut records) = contents.unwrap_or_else(|| (random(), LedgerRecords::default()));
         records.leases.clear();
-        kept.store(salt, &records)?;
+        memory_file.store(salt, &records)?;
         Ok(Self(Arc::new(LedgerStorage::Process {
             records: Mutex::new(records),
             salt,
-            memory_file: Some(Mutex::new(kept)),
+            memory_file: Some(Mutex::new(memory_file)),
         })))
     }
 
@@ -111,12 +111,12 @@ impl Ledger {
             LedgerStorage::Directory { .. } => true,
             LedgerStorage::Process {
                 records,
-                memory_file: kept,
+                memory_file,
                 ..
             } => {
                 let records = lock(records);
-                if let Some(kept) = kept {
-                    lock(kept).hand_over();
+                if let Some(memory_file) = memory_file {
+                    lock(memory_file).hand_over();
                 }
                 records.leases.is_empty()
             }
@@ -149,17 +149,19 @@ impl Ledger {
         request.check()?;
         let (slot, holder, entered) = match &*self.0 {
             LedgerStorage::Directory {
-                dir: folder,
+                dir: directory,
                 unrecorded: unnamed,
                 ..
             } => {
-                let exclusive = folder.lock()?;
-                let before = folder.read()?;
-                let mut records = before.clone();
-                let holders = folder.open_holders()?;
+                let exclusive = directory.lock()?;
+                let previous_records = directory.read()?;
+                let mut records = previous_records.clone();
+                let holders = directory.open_holders()?;
                 claim.check_owner(&records, request.id)?;
-                let admitted = admit(&records, request, |slot| folder.is_held(&holders, slot))
-                    .map_err(|refusal| refusal.into_error(&request.target(), folder.path()))?;
+                let admitted = admit(&records, request, |slot| directory.is_held(&holders, slot))
+                    .map_err(|refusal| {
+                    refusal.into_error(&request.target(), directory.path())
+                })?;
                 claim.check_extents(&records, &request.target(), &admitted.extents)?;
                 // The slot is locked before the lease is entered in the ledger, and unlocked after the lease is removed. So a
                 // lease with a live holder never looks stale to another process.
@@ -168,7 +170,7 @@ impl Ledger {
                     None => exclusive.take_slot(&mut records)?,
                 };
                 let entered = record_admitted(&mut records, request, admitted, slot, claim);
-                if records.is_equivalent(&before) {
+                if records.is_equivalent(&previous_records) {
                     lock(unnamed).insert(slot);
                 } else {
                     exclusive.write(&records)?;
@@ -217,16 +219,18 @@ impl Ledger {
     /// The ledger's file cannot be used.
     pub fn list(&self) -> Result<Vec<LeaseEntry>, LeaseError> {
         match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => {
-                let records = folder.read()?;
-                let holders = folder.open_holders()?;
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => {
+                let records = ledger_dir.read()?;
+                let holders = ledger_dir.open_holders()?;
                 let mut entries = Vec::with_capacity(records.leases.len());
                 for record in &records.leases {
                     let slot = LeaseSlot(record.slot);
-                    let held = folder.is_held(&holders, slot)?;
+                    let held = ledger_dir.is_held(&holders, slot)?;
                     // The ledger was read without its lock. So a slot without a holder may belong to a lease that was returned
                     // since: a returned lease is removed from the ledger before its slot is released.
-                    if held || folder.read()?.find(slot).is_some() {
+                    if held || ledger_dir.read()?.find(slot).is_some() {
                         let owner = records.owner(&record.id);
                         entries.push(LeaseEntry::new(record, held).with_owner(owner));
                     }
@@ -299,7 +303,9 @@ impl Ledger {
     /// The ledger's file cannot be used.
     pub fn labels(&self) -> Result<Vec<DriveLabel>, LeaseError> {
         match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => Ok(folder.read()?.labels()),
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => Ok(ledger_dir.read()?.labels()),
             LedgerStorage::Process { records, .. } => Ok(lock(records).labels()),
         }
     }
@@ -327,9 +333,9 @@ impl Ledger {
             previous_data: PreviousDataPolicy::Refused,
         };
         let found = match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => {
-                folder.read()?.find_renamed(&request, HostDisks::query)
-            }
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => ledger_dir.read()?.find_renamed(&request, HostDisks::query),
             LedgerStorage::Process { records, .. } => {
                 lock(records).find_renamed(&request, HostDisks::query)
             }
@@ -354,11 +360,13 @@ impl Ledger {
                 .iter()
                 .flat_map(|record| area.shared_ranges(record));
             !leased.any(|part| part.overlaps(&range))
-                && range_owners::find_owners(&records.tenants, &area.candidate(range, None))
+                && range_owners::find_owners(&records.owners, &area.candidate(range, None))
                     .is_empty()
         };
         match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => Ok(is_unused(&folder.read()?)),
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => Ok(is_unused(&ledger_dir.read()?)),
             LedgerStorage::Process { records, .. } => Ok(is_unused(&lock(records))),
         }
     }
@@ -369,9 +377,9 @@ impl Ledger {
     /// The ledger's file cannot be used.
     pub fn guest_name_source(&self, drive: &str) -> Result<String, LeaseError> {
         match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => {
-                Ok(folder.read()?.guest_name_source(drive))
-            }
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => Ok(ledger_dir.read()?.guest_name_source(drive)),
             LedgerStorage::Process { records, .. } => Ok(lock(records).guest_name_source(drive)),
         }
     }
@@ -382,9 +390,12 @@ impl Ledger {
     /// # Errors
     /// The ledger's file cannot be used.
     pub fn carry_over(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
-        if let LedgerStorage::Directory { dir: folder, .. } = &*self.0 {
-            // The ledger is first checked without its lock, as in `release`.
-            if !folder.read()?.carry_over(from, to) {
+        if let LedgerStorage::Directory {
+            dir: ledger_dir, ..
+        } = &*self.0
+        {
+            // Checked without the lock first, as in `release`.
+            if !ledger_dir.read()?.carry_over(from, to) {
                 return Ok(false);
             }
         }
@@ -437,9 +448,9 @@ impl Ledger {
     pub fn carry_over_checked(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
         self.check_idle(from)?;
         let known = match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => {
-                folder.read()?.are_drives_known(from, to)
-            }
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => ledger_dir.read()?.are_drives_known(from, to),
             LedgerStorage::Process { records, .. } => lock(records).are_drives_known(from, to),
         };
         match known {
@@ -458,8 +469,10 @@ impl Ledger {
     /// The ledger's file cannot be used.
     pub fn settings(&self) -> Result<BTreeMap<String, LeaseSettings>, LeaseError> {
         match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => Ok(folder.read()?.terms),
-            LedgerStorage::Process { records, .. } => Ok(lock(records).terms.clone()),
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => Ok(ledger_dir.read()?.settings),
+            LedgerStorage::Process { records, .. } => Ok(lock(records).settings.clone()),
         }
     }
 
@@ -481,9 +494,9 @@ impl Ledger {
             capacity,
         };
         match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => {
-                Ok(namespace_capacity(&folder.read()?, &area, unit))
-            }
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => Ok(namespace_capacity(&ledger_dir.read()?, &area, unit)),
             LedgerStorage::Process { records, .. } => {
                 Ok(namespace_capacity(&lock(records), &area, unit))
             }
@@ -495,7 +508,7 @@ impl Ledger {
     /// # Errors
     /// The id has neither a lease nor data, or the ledger's file cannot be used.
     pub fn set_owner(&self, id: &str, user: u32) -> Result<(), LeaseError> {
-        self.change_settings(id, |terms| terms.owner = Some(user))
+        self.change_settings(id, |settings| settings.owner = Some(user))
     }
 
     fn change_settings(
@@ -507,13 +520,16 @@ impl Ledger {
             true => Ok(()),
             false => Err(LeaseError::NoSuchLease { id: id.to_owned() }),
         };
-        if let LedgerStorage::Directory { dir: folder, .. } = &*self.0 {
-            // The ledger is first checked without its lock, as in `release`.
-            check(&folder.read()?)?;
+        if let LedgerStorage::Directory {
+            dir: ledger_dir, ..
+        } = &*self.0
+        {
+            // Checked without the lock first, as in `release`.
+            check(&ledger_dir.read()?)?;
         }
         self.update(|records| {
             check(records)?;
-            change(records.terms.entry(id.to_owned()).or_default());
+            change(records.settings.entry(id.to_owned()).or_default());
             Ok(())
         })
     }
@@ -538,18 +554,20 @@ impl Ledger {
                 });
             }
             records.remove(LeaseSlot(record.slot));
-            records.terms.remove(id);
+            records.settings.remove(id);
             Ok(entry)
         };
         match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => {
-                // The ledger is first checked without its lock. Taking the lock creates the directory, whose path may be
-                // mistyped.
-                find(&folder.read()?)?;
-                let exclusive = folder.lock()?;
-                let mut records = folder.read()?;
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => {
+                // Checked without the lock first, because taking the lock creates the directory, which may be mistyped.
+                find(&ledger_dir.read()?)?;
+                let exclusive = ledger_dir.lock()?;
+                let mut records = ledger_dir.read()?;
                 let record = find(&records)?;
-                let held = folder.is_held(&folder.open_holders()?, LeaseSlot(record.slot))?;
+                let held =
+                    ledger_dir.is_held(&ledger_dir.open_holders()?, LeaseSlot(record.slot))?;
                 let entry = remove(&mut records, &record, held)?;
                 exclusive.write(&records)?;
                 Ok(entry)
@@ -571,24 +589,26 @@ impl Ledger {
     pub fn decide_data(
         &self,
         id: &str,
-        fate: PreviousDataPolicy,
+        policy: PreviousDataPolicy,
     ) -> Result<Vec<ByteRange>, LeaseError> {
         let decided = |records: &mut LedgerRecords| {
-            let ranges = range_owners::record_decision(&mut records.tenants, id, fate);
+            let ranges = range_owners::record_decision(&mut records.owners, id, policy);
             match ranges.is_empty() {
                 true => Err(LeaseError::NoData { id: id.to_owned() }),
                 false => {
-                    records.terms.remove(id);
+                    records.settings.remove(id);
                     Ok(ranges)
                 }
             }
         };
         match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => {
-                // The ledger is first checked without its lock, as in `release`.
-                decided(&mut folder.read()?)?;
-                let exclusive = folder.lock()?;
-                let mut records = folder.read()?;
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => {
+                // Checked without the lock first, as in `release`.
+                decided(&mut ledger_dir.read()?)?;
+                let exclusive = ledger_dir.lock()?;
+                let mut records = ledger_dir.read()?;
                 let ranges = decided(&mut records)?;
                 exclusive.write(&records)?;
                 Ok(ranges)
@@ -600,7 +620,9 @@ impl Ledger {
     /// Returns the directory of the ledger, for commands in messages; empty for a ledger of this process.
     fn path(&self) -> &Path {
         match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => folder.path(),
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => ledger_dir.path(),
             LedgerStorage::Process { .. } => Path::new(""),
         }
     }
@@ -611,9 +633,11 @@ impl Ledger {
         change: impl FnOnce(&mut LedgerRecords) -> Result<T, LeaseError>,
     ) -> Result<T, LeaseError> {
         match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => {
-                let exclusive = folder.lock()?;
-                let mut records = folder.read()?;
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => {
+                let exclusive = ledger_dir.lock()?;
+                let mut records = ledger_dir.read()?;
                 let value = change(&mut records)?;
                 exclusive.write(&records)?;
                 Ok(value)
@@ -621,13 +645,13 @@ impl Ledger {
             LedgerStorage::Process {
                 records,
                 salt,
-                memory_file: kept,
+                memory_file,
             } => {
                 let mut records = lock(records);
                 let mut changed = records.clone();
                 let value = change(&mut changed)?;
-                if let Some(kept) = kept {
-                    lock(kept).store(*salt, &changed)?;
+                if let Some(memory_file) = memory_file {
+                    lock(memory_file).store(*salt, &changed)?;
                 }
                 *records = changed;
                 Ok(value)
@@ -656,9 +680,11 @@ impl Ledger {
         change: impl FnOnce(&mut LedgerRecords) -> bool,
     ) -> Result<(), LedgerStoreError> {
         match &*self.0 {
-            LedgerStorage::Directory { dir: folder, .. } => {
-                let exclusive = folder.lock()?;
-                let mut records = folder.read()?;
+            LedgerStorage::Directory {
+                dir: ledger_dir, ..
+            } => {
+                let exclusive = ledger_dir.lock()?;
+                let mut records = ledger_dir.read()?;
                 if change(&mut records) {
                     exclusive.write(&records)?;
                 }
@@ -666,13 +692,13 @@ impl Ledger {
             LedgerStorage::Process {
                 records,
                 salt,
-                memory_file: kept,
+                memory_file,
             } => {
                 let mut records = lock(records);
                 if change(&mut records)
-                    && let Some(kept) = kept
+                    && let Some(memory_file) = memory_file
                 {
-                    lock(kept).store(*salt, &records)?;
+                    lock(memory_file).store(*salt, &records)?;
                 }
             }
         }
@@ -703,19 +729,19 @@ fn record_admitted(
     let AdmittedLease {
         taken_over,
         extents,
-        previous: former,
+        previous,
     } = admitted;
     let area = request.target();
     let (unit, unwiped) = match request.wanted {
         RequestedBytes::Range(range) => {
             let place = area.candidate(range, None);
             records.note_decision(request, range, HostDisks::query);
-            range_owners::record_owner(&mut records.tenants, &place, request.previous_data);
-            (None, range_owners::unwiped_ranges(&records.tenants, &place))
+            range_owners::record_owner(&mut records.owners, &place, request.previous_data);
+            (None, range_owners::unwiped_ranges(&records.owners, &place))
         }
         RequestedBytes::Size { unit, .. } => {
-            by_size::record_extents(&mut records.tenants, &area, &extents, former.as_ref());
-            let unwiped = by_size::unwiped_ranges(&records.tenants, &area, extents.parts());
+            by_size::record_extents(&mut records.owners, &area, &extents, previous.as_ref());
+            let unwiped = by_size::unwiped_ranges(&records.owners, &area, extents.parts());
             (Some(unit), unwiped)
         }
     };
@@ -752,7 +778,7 @@ fn record_admitted(
         uncorrectable::find_ranges(&records.uncorrectable, &place)
     });
     let uncorrectable = uncorrectable.collect();
-    claim.record_owner(&mut records.terms, request.id);
+    claim.record_owner(&mut records.settings, request.id);
     records.note_names(request.drive);
     records.note_facts(request);
     // If another id has no bytes left because of this lease, its records are removed.
@@ -891,7 +917,7 @@ impl Lease {
         self.ledger.update(|records| {
             records.find(slot).ok_or_else(|| self.gone_error())?;
             let place = self.target().candidate(range, at);
-            range_owners::record_owner(&mut records.tenants, &place, PreviousDataPolicy::Kept);
+            range_owners::record_owner(&mut records.owners, &place, PreviousDataPolicy::Kept);
             uncorrectable::remove_all(&mut records.uncorrectable, &place);
             Ok(())
         })?;
@@ -950,7 +976,7 @@ impl Lease {
         let (extents, mut unwiped) = self.ledger.update(|records| {
             let extents = self.resize(records, bytes)?;
             let added = extents.slice(present, bytes);
-            let unwiped = by_size::unwiped_ranges(&records.tenants, &self.target(), &added);
+            let unwiped = by_size::unwiped_ranges(&records.owners, &self.target(), &added);
             Ok((extents, unwiped))
         })?;
         let added = extents.slice(present, bytes);
@@ -981,13 +1007,13 @@ impl Lease {
             });
         }
         let extents = self.ledger.update(|records| self.resize(records, bytes))?;
-        let kept = |range: ByteRange| {
+        let is_unused = |range: ByteRange| {
             let left = bytes.checked_sub(before.offset_of(range.start())?)?;
             ByteRange::new(range.start(), range.length().min(left)).ok()
         };
         let mut parts = lock(&self.parts);
         parts.extents = extents;
-        parts.unwiped = parts.unwiped.drain(..).filter_map(kept).collect();
+        parts.unwiped = parts.unwiped.drain(..).filter_map(is_unused).collect();
         Ok(before.slice(bytes, present))
     }
 
@@ -1080,8 +1106,8 @@ impl Lease {
     /// # Errors
     /// The ledger's file cannot be used.
     pub fn limits(&self) -> Result<Option<String>, LeaseError> {
-        let terms = self.ledger.settings()?.remove(&self.id);
-        Ok(terms.and_then(|terms| terms.limits))
+        let settings = self.ledger.settings()?.remove(&self.id);
+        Ok(settings.and_then(|settings| settings.limits))
     }
 
     /// Records the operator's limits for the id, which also apply to its later leases.
@@ -1092,7 +1118,7 @@ impl Lease {
         let slot = self.slot.ok_or_else(|| self.gone_error())?;
         self.ledger.update(|records| {
             records.find(slot).ok_or_else(|| self.gone_error())?;
-            records.terms.entry(self.id.clone()).or_default().limits = limits;
+            records.settings.entry(self.id.clone()).or_default().limits = limits;
             records.remove_unused();
             Ok(())
         })

@@ -83,9 +83,9 @@ fn paths_to_the_same_bytes_overlap() {
         let disk = ledger.acquire(&request("a", "1G+1G")).unwrap();
         let error = ledger.acquire(&partition("b", "512M+1G")).unwrap_err();
         assert!(matches!(error, LeaseError::Overlap { .. }), "{error}");
-        let beside = ledger.acquire(&partition("b", "1G+1G")).unwrap();
+        let neighbour = ledger.acquire(&partition("b", "1G+1G")).unwrap();
         ledger.acquire(&request("c", "2G+1G")).unwrap_err();
-        drop((disk, beside));
+        drop((disk, neighbour));
     }
 }
 
@@ -118,16 +118,16 @@ fn a_drive_behind_a_pci_address_overlaps_its_block_devices() {
 
 #[test]
 fn a_lease_is_taken_over_by_any_path_to_its_bytes() {
-    let (_dir, [folder, _]) = both();
+    let (_dir, [dir, _]) = both();
     let partition = |range| LeaseRequest {
         drive: "1073741824+4294967296 of file:/drive".into(),
         ..request("a", range)
     };
-    die(folder.acquire(&request("a", "1G+1G")).unwrap());
-    let error = folder.acquire(&partition("0+2G")).unwrap_err();
+    die(dir.acquire(&request("a", "1G+1G")).unwrap());
+    let error = dir.acquire(&partition("0+2G")).unwrap_err();
     assert!(matches!(error, LeaseError::Overlap { .. }), "{error}");
-    let lease = folder.acquire(&partition("0+1G")).unwrap();
-    assert_eq!(folder.list().unwrap().len(), 1);
+    let lease = dir.acquire(&partition("0+1G")).unwrap();
+    assert_eq!(dir.list().unwrap().len(), 1);
     drop(lease);
 }
 
@@ -290,9 +290,9 @@ fn a_stale_lease_is_taken_over_by_its_own_id_and_range_alone() {
     ] {
         ledger.acquire(&request(id, range)).unwrap_err();
     }
-    let mut elsewhere = request("a", "0+1G");
-    elsewhere.drive = "file:/other".into();
-    ledger.acquire(&elsewhere).unwrap_err();
+    let mut other_drive = request("a", "0+1G");
+    other_drive.drive = "file:/other".into();
+    ledger.acquire(&other_drive).unwrap_err();
 
     let again = ledger.acquire(&request("a", "0+1G")).unwrap();
     let [held] = &ledger.list().unwrap()[..] else {
@@ -384,11 +384,11 @@ fn an_unchanged_takeover_writes_nothing() {
     assert_eq!(file_of(&dir), named);
 
     // The slot of a lease that was taken over is not given to another lease.
-    let beside = next.acquire(&request("e", "8G+1G")).unwrap();
+    let neighbour = next.acquire(&request("e", "8G+1G")).unwrap();
     drop(again);
     let ids: Vec<_> = ledger.list().unwrap().into_iter().map(|e| e.id).collect();
     assert_eq!(ids, ["e"]);
-    drop(beside);
+    drop(neighbour);
 }
 
 #[test]
@@ -605,22 +605,22 @@ fn another_ids_data_blocks_a_range_until_the_operator_decides() {
             let error = ledger.acquire(&strict("b", range)).unwrap_err();
             let message = error.to_string();
             assert!(matches!(error, LeaseError::OthersData { .. }), "{message}");
-            for said in ["data of lease \"a\" in 1G+1G", "data=keep", "data=wipe"] {
-                assert!(message.contains(said), "{message}");
+            for expected in ["data of lease \"a\" in 1G+1G", "data=keep", "data=wipe"] {
+                assert!(message.contains(expected), "{message}");
             }
         }
         ledger.acquire(&strict("b", "2G+1G")).unwrap();
 
-        let kept = ledger
+        let stored = ledger
             .acquire(&with("b", "1G+1G", PreviousDataPolicy::Kept))
             .unwrap();
-        assert!(kept.unwiped().is_empty());
-        let of_second = names(&kept);
+        assert!(stored.unwiped().is_empty());
+        let of_second = names(&stored);
         assert_ne!(of_second.0, of_first.0);
         assert_ne!(of_second.1, of_first.1);
         assert_ne!(of_second.2, of_first.2);
         assert_ne!(of_second.3, of_first.3);
-        drop(kept);
+        drop(stored);
         ledger.acquire(&strict("b", "1G+1G")).unwrap();
         // The data now belongs to `b`, so the first id is refused like any other id.
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
@@ -734,10 +734,10 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
 }
 
 #[test]
-fn a_kept_ledger_passes_names_and_data_owners_to_the_next_process() {
+fn a_memory_file_passes_names_and_data_owners_to_the_next_process() {
     let file = tempfile::tempfile().unwrap();
-    let kept = || Ledger::from_memory_file(file.try_clone().unwrap()).unwrap();
-    let ledger = kept();
+    let reopen = || Ledger::from_memory_file(file.try_clone().unwrap()).unwrap();
+    let ledger = reopen();
     let sized = LeaseRequest {
         wanted: RequestedBytes::Size {
             bytes: 2 << 30,
@@ -753,7 +753,7 @@ fn a_kept_ledger_passes_names_and_data_owners_to_the_next_process() {
     die(a);
     die(b);
 
-    let next = kept();
+    let next = reopen();
     assert_eq!(next.list().unwrap(), []);
     // The leases are requested in another order.
     let b = next.acquire(&sized).unwrap();
@@ -773,21 +773,21 @@ fn a_kept_ledger_passes_names_and_data_owners_to_the_next_process() {
 #[test]
 fn a_handed_over_ledger_is_not_written() {
     let file = tempfile::tempfile().unwrap();
-    let kept = || Ledger::from_memory_file(file.try_clone().unwrap()).unwrap();
-    let before = kept();
+    let reopen = || Ledger::from_memory_file(file.try_clone().unwrap()).unwrap();
+    let before = reopen();
     let removed = before.acquire(&request("removed", "0+1G")).unwrap();
     before.hand_over();
-    let next = kept();
+    let next = reopen();
     let lease = next.acquire(&request("a", "1G+1G")).unwrap();
     // The last command of a removed function has ended.
     drop(removed);
     die(lease);
-    let error = kept().acquire(&strict("b", "1G+1G")).unwrap_err();
+    let error = reopen().acquire(&strict("b", "1G+1G")).unwrap_err();
     assert!(matches!(error, LeaseError::OthersData { .. }), "{error}");
 }
 
 #[test]
-fn leaving_a_kept_ledger_reports_leases_still_held() {
+fn leaving_a_memory_file_reports_leases_still_held() {
     let ledger = Ledger::from_memory_file(tempfile::tempfile().unwrap()).unwrap();
     let handed_over = ledger.acquire(&request("a", "0+1G")).unwrap();
     let in_vmm = ledger.acquire(&request("b", "1G+1G")).unwrap();

@@ -113,21 +113,24 @@ pub(crate) fn find_holders(file: &File, kind: ProcLockKind, range: &Range<u64>) 
     scan_until_found(|| scan(Path::new("/proc"), file, kind, range))
 }
 
-/// Repeats a scan until the holders of all locks are found, because a scan is not atomic. If a lock is taken during the scan,
-/// the kernel may print another lock twice in `/proc/locks`. A lock may also be taken by a process that was scanned before.
-fn scan_until_found(mut look: impl FnMut() -> io::Result<FileLockHolders>) -> FileLockHolders {
-    let mut look = || {
-        look().unwrap_or(FileLockHolders {
+/// Scans repeatedly until the holders of all locks are found, because a scan is not atomic. If a lock is taken during the
+/// scan, the kernel may print another one twice in `/proc/locks`. A lock may also be taken by a process that was scanned
+/// before.
+fn scan_until_found(
+    mut read_holders: impl FnMut() -> io::Result<FileLockHolders>,
+) -> FileLockHolders {
+    let mut read_holders = || {
+        read_holders().unwrap_or(FileLockHolders {
             visible: Vec::new(),
             has_hidden: true,
         })
     };
-    let mut holders = look();
+    let mut holders = read_holders();
     for _ in 1..SCANS_MAX {
         if !holders.has_hidden {
             break;
         }
-        holders = look();
+        holders = read_holders();
     }
     holders
 }
@@ -250,14 +253,14 @@ mod tests {
             has_hidden: unseen,
         };
         // In the first scan, the kernel printed a lock twice. It counts once.
-        let mut looks = [holders(true), holders(false)].into_iter();
-        assert!(!scan_until_found(|| Ok(looks.next().expect("two looks"))).has_hidden);
-        let mut looks = 0;
+        let mut scans = [holders(true), holders(false)].into_iter();
+        assert!(!scan_until_found(|| Ok(scans.next().expect("two looks"))).has_hidden);
+        let mut scan_count = 0;
         let hidden = scan_until_found(|| {
-            looks += 1;
+            scan_count += 1;
             Ok(holders(true))
         });
-        assert_eq!((hidden.has_hidden, looks), (true, SCANS_MAX));
+        assert_eq!((hidden.has_hidden, scan_count), (true, SCANS_MAX));
         // The holders of the file are unknown.
         assert!(scan_until_found(|| Err(io::ErrorKind::PermissionDenied.into())).has_hidden);
     }

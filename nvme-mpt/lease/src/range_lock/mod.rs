@@ -307,12 +307,12 @@ mod tests {
     }
 
     #[test]
-    fn ranges_are_let_go_of_while_something_keeps_the_file_open() {
+    fn ranges_are_released_while_something_keeps_the_file_open() {
         let image = LockTestImage::new();
         let user = process_user();
         let lock = image.claim(user, 0).expect("free");
         lock.add_as_user(user, 1 << 12, 1 << 10).expect("free");
-        let kept = lock.file().try_clone().expect("descriptor");
+        let descriptor = lock.file().try_clone().expect("descriptor");
         let is_free = |start| {
             let taken = FileRangeLock::take(image.open(true), start, 1 << 10).expect("fcntl");
             taken.is_some()
@@ -320,7 +320,7 @@ mod tests {
         assert!(!is_free(0) && !is_free(1 << 12));
         lock.release_all();
         assert!(is_free(0) && is_free(1 << 12));
-        drop(kept);
+        drop(descriptor);
     }
 
     #[test]

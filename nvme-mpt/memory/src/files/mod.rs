@@ -28,9 +28,9 @@ pub use self::simulated::{
 ///
 /// # Errors
 /// Returns the error of the disk or of the kernel.
-pub fn sync_dir(folder: &Path) -> io::Result<()> {
+pub fn sync_dir(dir: &Path) -> io::Result<()> {
     use io::ErrorKind::{InvalidInput, PermissionDenied, ReadOnlyFilesystem, Unsupported};
-    match File::open(folder).and_then(|folder| folder.sync_all()) {
+    match File::open(dir).and_then(|dir| dir.sync_all()) {
         Err(error)
             if matches!(
                 error.kind(),

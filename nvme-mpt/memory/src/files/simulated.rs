@@ -152,7 +152,7 @@ enum InodeContent {
 }
 
 impl InodeContent {
-    fn folder() -> Self {
+    fn new_dir() -> Self {
         Self::Folder(SyncedState::new())
     }
 
@@ -194,7 +194,7 @@ impl SimulatedFileSystem {
     fn new() -> Self {
         Self {
             nodes: vec![SimulatedInode {
-                content: InodeContent::folder(),
+                content: InodeContent::new_dir(),
                 mode: 0o755,
                 locks: Vec::new(),
             }],
@@ -205,9 +205,9 @@ impl SimulatedFileSystem {
 
     fn entries(
         &mut self,
-        folder: usize,
+        dir: usize,
     ) -> io::Result<&mut SyncedState<DirectoryEntries, DirectoryChange>> {
-        match &mut self.nodes[folder].content {
+        match &mut self.nodes[dir].content {
             InodeContent::Folder(entries) => Ok(entries),
             InodeContent::File(_) => Err(io::ErrorKind::NotADirectory.into()),
         }
@@ -239,10 +239,10 @@ impl SimulatedFileSystem {
     }
 
     fn add(&mut self, path: &Path, content: InodeContent, mode: u32) -> io::Result<usize> {
-        let (folder, name) = self.place(path)?;
+        let (dir, name) = self.place(path)?;
         let node = self.nodes.len();
         let added = DirectoryChange::Added(name.to_owned(), node);
-        self.entries(folder)?.change(added, DirectoryChange::apply);
+        self.entries(dir)?.change(added, DirectoryChange::apply);
         self.nodes.push(SimulatedInode {
             content,
             mode,
@@ -439,9 +439,9 @@ impl FileExt for File {
         turn(ActorStep::ReadFile, [self.node as u64, offset]);
         with_disk(|disk| {
             let content = &disk.bytes(self.node)?.seen;
-            let there = content.get(offset as usize..).unwrap_or_default();
-            let len = there.len().min(bytes.len());
-            bytes[..len].copy_from_slice(&there[..len]);
+            let stored = content.get(offset as usize..).unwrap_or_default();
+            let len = stored.len().min(bytes.len());
+            bytes[..len].copy_from_slice(&stored[..len]);
             Ok(len)
         })
     }
@@ -574,7 +574,7 @@ impl DirBuilder {
             if disk.find(path).is_ok() {
                 return Err(io::ErrorKind::AlreadyExists.into());
             }
-            disk.add(path, InodeContent::folder(), self.0).map(|_| ())
+            disk.add(path, InodeContent::new_dir(), self.0).map(|_| ())
         })
     }
 }
@@ -593,8 +593,8 @@ impl DirBuilderExt for DirBuilder {
 pub fn create_dir_all(path: impl AsRef<Path>) -> io::Result<()> {
     let mut ancestors: Vec<&Path> = path.as_ref().ancestors().collect();
     ancestors.reverse();
-    for folder in ancestors {
-        match DirBuilder(0o755).create(folder) {
+    for dir in ancestors {
+        match DirBuilder(0o755).create(dir) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => {}
         }
@@ -658,15 +658,14 @@ pub fn rename(from: impl AsRef<Path>, to: impl AsRef<Path>) -> io::Result<()> {
     turn(ActorStep::ChangeFolder, [0; 2]);
     with_disk(|disk| {
         let node = disk.find(from.as_ref())?;
-        let (folder, from) = disk.place(from.as_ref())?;
+        let (dir, from) = disk.place(from.as_ref())?;
         let (other, to) = disk.place(to.as_ref())?;
-        if folder != other {
+        if dir != other {
             return Err(io::ErrorKind::CrossesDevices.into());
         }
         disk.try_it(io::ErrorKind::Other)?;
         let renamed = DirectoryChange::Renamed(from.to_owned(), to.to_owned(), node);
-        disk.entries(folder)?
-            .change(renamed, DirectoryChange::apply);
+        disk.entries(dir)?.change(renamed, DirectoryChange::apply);
         Ok(())
     })
 }

@@ -54,13 +54,13 @@ impl FlashMedia for TimedFlash<'_> {
     fn copy(&mut self, from: FlashPage, to: FlashPage) {
         let group = self.geometry.read_group(from);
         let die = self.die(from);
-        let there = match self.units.last_read_group {
+        let arrived_at = match self.units.last_read_group {
             // The die has read the group of this page already, for the previous copy.
             Some((sensed, at)) if sensed == group => self.flash.transfer(die, at, PAGE),
             _ => self.flash.read(die, self.now, PAGE),
         };
-        self.units.last_read_group = Some((group, there));
-        self.units.copied_at = self.units.copied_at.max(there);
+        self.units.last_read_group = Some((group, arrived_at));
+        self.units.copied_at = self.units.copied_at.max(arrived_at);
         if self.geometry.is_unit_end(to) {
             let (die, bytes) = (self.die(to), self.unit_bytes());
             self.flash.program(die, self.units.copied_at, bytes);

@@ -167,8 +167,9 @@ impl SsdModel {
 
     fn read(&mut self, work: &MediaWork, now: u64) -> u64 {
         let now = now.saturating_add(self.read_overhead);
-        let there = self.read_flash(work, now);
-        self.link.transfer(there, work.blocks * self.block_bytes)
+        let arrived_at = self.read_flash(work, now);
+        self.link
+            .transfer(arrived_at, work.blocks * self.block_bytes)
     }
 
     /// Reads blocks from flash. Returns the time when the controller has their data.
@@ -177,17 +178,18 @@ impl SsdModel {
         // Of blocks smaller than a page, only the blocks' bytes are transferred.
         let bytes = PAGE.min(work.blocks * self.block_bytes);
         let instances = self.instances.len() as u64;
-        let mut there = now;
+        let mut arrived_at = now;
         // Processes one instance after the other, so that pages that a die reads together are adjacent.
         for first in (pages.start..pages.end).take(self.instances.len()) {
             let (instance, logical) = self.locate_page(first);
             let count = (pages.end - first).div_ceil(instances) as u32;
             let mine = logical..logical.saturating_add(count);
             if let Some(instance) = self.instances.get(instance) {
-                there = there.max(read_instance(instance, &mut self.flash, mine, bytes, now));
+                arrived_at =
+                    arrived_at.max(read_instance(instance, &mut self.flash, mine, bytes, now));
             }
         }
-        there
+        arrived_at
     }
 
     fn write(&mut self, work: &MediaWork, now: u64) -> u64 {
@@ -198,7 +200,7 @@ impl SsdModel {
         let mut done = sent;
         for page in self.page_range(work) {
             let first = page << self.page_shift;
-            let mut there = sent;
+            let mut arrived_at = sent;
             if first < work.slba || first + page_blocks > end {
                 // A write of a part of a page reads the page's other blocks first.
                 let rest = MediaWork {
@@ -206,15 +208,15 @@ impl SsdModel {
                     slba: first,
                     blocks: page_blocks,
                 };
-                there = self.read_flash(&rest, sent);
+                arrived_at = self.read_flash(&rest, sent);
             }
-            let room = self.flash.buffer.reserve(there, PAGE);
+            let space = self.flash.buffer.reserve(arrived_at, PAGE);
             let (instance, logical) = self.locate_page(page);
             if let Some(instance) = self.instances.get_mut(instance) {
-                let (ftl, mut flash) = instance.flash(&mut self.flash, room);
+                let (ftl, mut flash) = instance.flash(&mut self.flash, space);
                 ftl.write(logical, &mut flash);
             }
-            done = done.max(room);
+            done = done.max(space);
         }
         done
     }
@@ -253,7 +255,7 @@ fn read_instance(
     let mut read = |(page, bytes): (FlashPage, u64)| {
         flash.read(first_die + geometry.die(page) as usize, now, bytes)
     };
-    let mut there = now;
+    let mut arrived_at = now;
     let mut group: Option<(FlashPage, u64)> = None;
     for logical in pages {
         // The drive's memory serves unwritten pages and pages in the write buffer.
@@ -266,12 +268,12 @@ fn read_instance(
             }
             _ => {
                 if let Some(complete) = group.replace((found, bytes)) {
-                    there = there.max(read(complete));
+                    arrived_at = arrived_at.max(read(complete));
                 }
             }
         }
     }
-    group.map_or(there, |last| there.max(read(last)))
+    group.map_or(arrived_at, |last| arrived_at.max(read(last)))
 }
 
 #[cfg(test)]

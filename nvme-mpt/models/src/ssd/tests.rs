@@ -321,8 +321,8 @@ fn the_same_commands_take_the_same_time() {
 
 #[test]
 fn the_state_is_kept_beside_the_file() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = persistence::state_path(&folder.path().join("drive.img"));
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = persistence::state_path(&dir.path().join("drive.img"));
     let profile = profile();
     let mut model = drive(&profile, 64 * MIB);
     assert!(!model.restore(&path).expect("nothing is there"));
@@ -340,8 +340,5 @@ fn the_state_is_kept_beside_the_file() {
     assert_eq!(other.wear(), FlashWear::default());
     std::fs::write(&path, b"something else").expect("written");
     next.restore(&path).expect_err("no state");
-    assert_eq!(
-        std::fs::read_dir(folder.path()).expect("a folder").count(),
-        1
-    );
+    assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 1);
 }

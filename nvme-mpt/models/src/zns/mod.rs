@@ -186,7 +186,7 @@ impl ZnsModel {
 
     fn read(&mut self, work: &MediaWork, now: u64) -> u64 {
         let now = now.saturating_add(self.read_overhead);
-        let mut there = now;
+        let mut arrived_at = now;
         for (zone, bytes) in self.zone_parts(work) {
             // The drive's memory serves unwritten data and data in the write buffer.
             let on_flash = self
@@ -199,11 +199,12 @@ impl ZnsModel {
                 let next = (at / self.flash_page + 1) * self.flash_page;
                 let die = self.die(zone, at / self.unit_bytes);
                 let read = self.flash.read(die, now, next.min(end) - at);
-                there = there.max(read);
+                arrived_at = arrived_at.max(read);
                 at = next;
             }
         }
-        self.link.transfer(there, work.blocks * self.block_bytes)
+        self.link
+            .transfer(arrived_at, work.blocks * self.block_bytes)
     }
 
     /// Writes bytes that the controller has received at `sent`. Returns the time when they are in the buffer.
@@ -213,31 +214,33 @@ impl ZnsModel {
         };
         // A write to a full zone shows that the model missed a reset of the zone, for example by another process.
         let full = written >= self.capacity;
-        let mut here = match full {
+        let mut zone_state = match full {
             true => FlashZone::default(),
             false => self.zones[zone as usize],
         };
-        here.previously_written = 0;
-        let mut rest = bytes.min(self.capacity - here.written);
+        zone_state.previously_written = 0;
+        let mut rest = bytes.min(self.capacity - zone_state.written);
         let mut done = sent;
         while rest > 0 {
-            let piece = rest.min(self.unit_bytes - here.written % self.unit_bytes);
-            let asked = done.max(self.space_at);
-            done = self.flash.buffer.reserve(asked, piece);
-            if done > asked {
+            let piece = rest.min(self.unit_bytes - zone_state.written % self.unit_bytes);
+            let ready_at = done.max(self.space_at);
+            done = self.flash.buffer.reserve(ready_at, piece);
+            if done > ready_at {
                 self.space_at = done;
             }
-            here.written += piece;
-            here.buffered += piece;
+            zone_state.written += piece;
+            zone_state.buffered += piece;
             rest -= piece;
-            if here.written.is_multiple_of(self.unit_bytes) || here.written == self.capacity {
+            if zone_state.written.is_multiple_of(self.unit_bytes)
+                || zone_state.written == self.capacity
+            {
                 self.remove_partial(zone);
-                self.program(zone, &mut here, done);
-            } else if here.buffered == piece {
+                self.program(zone, &mut zone_state, done);
+            } else if zone_state.buffered == piece {
                 self.partial_zones.push_back(zone);
             }
         }
-        self.zones[zone as usize] = here;
+        self.zones[zone as usize] = zone_state;
         if self.partial_zones.len() > self.open_max
             && let Some(oldest) = self.partial_zones.pop_front()
         {
@@ -249,9 +252,9 @@ impl ZnsModel {
     }
 
     /// Programs the partial program unit of a zone in the buffer.
-    fn program(&mut self, zone: u32, here: &mut FlashZone, now: u64) {
-        let held = std::mem::take(&mut here.buffered);
-        let die = self.die(zone, here.written.saturating_sub(1) / self.unit_bytes);
+    fn program(&mut self, zone: u32, zone_state: &mut FlashZone, now: u64) {
+        let held = std::mem::take(&mut zone_state.buffered);
+        let die = self.die(zone, zone_state.written.saturating_sub(1) / self.unit_bytes);
         let programmed = self.flash.program(die, now, self.unit_bytes);
         self.flash.buffer.release(programmed, held);
     }
@@ -262,14 +265,14 @@ impl ZnsModel {
     }
 
     fn deallocate(&mut self, zone: u32, bytes: Range<u64>, now: u64) -> u64 {
-        let Some(&here) = self.zones.get(zone as usize) else {
+        let Some(&zone_state) = self.zones.get(zone as usize) else {
             return now;
         };
-        if here.written > 0 && bytes.start == 0 {
+        if zone_state.written > 0 && bytes.start == 0 {
             self.remove_partial(zone);
-            self.flash.buffer.discard(here.buffered);
+            self.flash.buffer.discard(zone_state.buffered);
             self.zones[zone as usize] = FlashZone {
-                previously_written: here.written,
+                previously_written: zone_state.written,
                 ..FlashZone::default()
             };
             let first = self.die(zone, 0);
@@ -277,7 +280,7 @@ impl ZnsModel {
             return dies.fold(now, |done, die| done.max(self.flash.erase(die, now)));
         }
         // This is a further step of a reset, whose blocks are already erased.
-        if bytes.start < here.previously_written {
+        if bytes.start < zone_state.previously_written {
             return now;
         }
         // Zeroes are programmed like any data.

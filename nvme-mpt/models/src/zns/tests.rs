@@ -142,8 +142,8 @@ fn channel_and_link_take_their_time() {
     assert!(access_time(&mut model, write, 8_000_000).abs_diff(WRITE + 16 * KIB) <= 1);
     // A die starts to program a unit when the channel has transferred the unit.
     let read = work(MediaAccess::Read, 1, 0, 4 * KIB);
-    let there = WRITE + 16 * KIB + 32 * KIB;
-    let expected = there + PROGRAM + 50_000 + 4 * KIB + 2 * KIB;
+    let arrived_at = WRITE + 16 * KIB + 32 * KIB;
+    let expected = arrived_at + PROGRAM + 50_000 + 4 * KIB + 2 * KIB;
     let found = access_time(&mut model, read, 8_000_000);
     assert!(found.abs_diff(expected) <= 2, "{found}, not {expected}");
 }

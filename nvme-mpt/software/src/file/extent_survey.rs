@@ -191,12 +191,12 @@ impl SurveyedExtents {
                 continue;
             }
             let own = head + (to - from) / self.weight_divisor;
-            let room = most.saturating_sub(weight);
-            if own <= room {
+            let free_weight = most.saturating_sub(weight);
+            if own <= free_weight {
                 weight += own;
                 continue;
             }
-            let part = room
+            let part = free_weight
                 .saturating_sub(head)
                 .saturating_mul(self.weight_divisor);
             let part = if from > at { part } else { part.max(UNIT) };

@@ -105,16 +105,16 @@ impl LeaseFileLocks {
             .for_each(FileRangeLock::release_all);
     }
 
-    /// Calls `keep` with the open files that hold the locks.
+    /// Calls `persist` with the open files that hold the locks.
     ///
     /// # Errors
-    /// Returns the error of `keep`.
+    /// Returns the error of `persist`.
     pub(super) fn with_open_files(
         &self,
-        keep: impl FnOnce(&mut dyn Iterator<Item = &File>) -> io::Result<()>,
+        persist: impl FnOnce(&mut dyn Iterator<Item = &File>) -> io::Result<()>,
     ) -> io::Result<()> {
         let below = self.backing_locks.iter().flatten().map(FileRangeLock::file);
-        keep(&mut std::iter::once(self.file.file()).chain(below))
+        persist(&mut std::iter::once(self.file.file()).chain(below))
     }
 }
 

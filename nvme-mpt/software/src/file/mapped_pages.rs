@@ -49,11 +49,11 @@ impl MappedFilePages {
     #[inline]
     pub(super) fn bytes(&self, offset: u64, len: usize) -> Option<RawBytes<'_>> {
         let mut words = BitmapWords::new(offset, len as u64);
-        let there = words.all(|(word, bits)| {
-            let there = self.resident.get(word);
-            there.is_some_and(|there| there.load(Ordering::Relaxed) & bits == bits)
+        let are_resident = words.all(|(word, bits)| {
+            let word_bits = self.resident.get(word);
+            word_bits.is_some_and(|word_bits| word_bits.load(Ordering::Relaxed) & bits == bits)
         });
-        if !there || self.is_lost() {
+        if !are_resident || self.is_lost() {
             return None;
         }
         self.mapping.bytes(usize::try_from(offset).ok()?, len)
@@ -80,8 +80,8 @@ impl MappedFilePages {
     /// Records that the pages of these bytes are resident, after the kernel has written the bytes.
     pub(super) fn mark_resident(&self, offset: u64, len: u64) {
         for (word, bits) in BitmapWords::new(offset, len) {
-            if let Some(there) = self.resident.get(word) {
-                there.fetch_or(bits, Ordering::Relaxed);
+            if let Some(bits_of_word) = self.resident.get(word) {
+                bits_of_word.fetch_or(bits, Ordering::Relaxed);
             }
         }
     }
@@ -89,8 +89,8 @@ impl MappedFilePages {
     /// Records that pages are not resident, before their deallocation.
     pub(super) fn mark_absent(&self, offset: u64, len: u64) {
         for (word, bits) in BitmapWords::new(offset, len) {
-            if let Some(there) = self.resident.get(word) {
-                there.fetch_and(!bits, Ordering::Relaxed);
+            if let Some(bits_of_word) = self.resident.get(word) {
+                bits_of_word.fetch_and(!bits, Ordering::Relaxed);
             }
         }
     }

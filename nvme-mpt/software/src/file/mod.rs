@@ -129,7 +129,7 @@ impl FileBackingStore {
     pub(super) fn open(path: &Path, lba_shift: u8, slices: PolicyChoice) -> io::Result<Self> {
         let OpenedFile {
             path,
-            backing_id: origin,
+            backing_id,
             file: opened,
             bytes,
             is_regular,
@@ -151,7 +151,7 @@ impl FileBackingStore {
         };
         let shared = SharedFile {
             path,
-            backing_id: origin,
+            backing_id,
             bytes,
             label: None,
             is_named: false,

@@ -168,80 +168,80 @@ mod tests {
 
     #[test]
     fn one_slice_at_a_time() {
-        let turns = SliceScheduler::new(PolicyChoice::Learned);
+        let scheduler = SliceScheduler::new(PolicyChoice::Learned);
         let began = Ticks(1000);
-        assert_eq!(turns.take_turn(began, ONE), Some(FIRST));
-        assert_eq!(turns.take_turn(began, ONE), None);
+        assert_eq!(scheduler.take_turn(began, ONE), Some(FIRST));
+        assert_eq!(scheduler.take_turn(began, ONE), None);
         let now = Ticks(1000 + target());
-        turns.end_turn(FIRST, began, now, false);
+        scheduler.end_turn(FIRST, began, now, false);
         // If no other command uses the file, the pause is as long as the slice.
         let next = Ticks(now.0 + target());
-        assert_eq!(turns.take_turn(Ticks(next.0 - 1), ONE), None);
-        assert_eq!(turns.take_turn(next, ONE), Some(FIRST));
-        turns.cancel_turn();
-        assert_eq!(turns.take_turn(next, ONE), Some(FIRST));
+        assert_eq!(scheduler.take_turn(Ticks(next.0 - 1), ONE), None);
+        assert_eq!(scheduler.take_turn(next, ONE), Some(FIRST));
+        scheduler.cancel_turn();
+        assert_eq!(scheduler.take_turn(next, ONE), Some(FIRST));
     }
 
     #[test]
     fn queues_have_turns_in_the_order_in_which_they_asked() {
-        let turns = SliceScheduler::new(PolicyChoice::Learned);
+        let scheduler = SliceScheduler::new(PolicyChoice::Learned);
         let now = Ticks(1000);
-        assert!(turns.take_turn(now, ONE).is_some());
-        assert!(turns.take_turn(now, OTHER).is_none());
-        assert!(turns.take_turn(now, ONE).is_none());
-        turns.cancel_turn();
+        assert!(scheduler.take_turn(now, ONE).is_some());
+        assert!(scheduler.take_turn(now, OTHER).is_none());
+        assert!(scheduler.take_turn(now, ONE).is_none());
+        scheduler.cancel_turn();
         assert!(
-            turns.take_turn(now, ONE).is_none(),
+            scheduler.take_turn(now, ONE).is_none(),
             "it is the other's turn"
         );
-        assert!(turns.take_turn(now, OTHER).is_some());
-        turns.cancel_turn();
-        assert!(turns.take_turn(now, OTHER).is_none());
-        assert!(turns.take_turn(now, ONE).is_some());
-        turns.cancel_turn();
+        assert!(scheduler.take_turn(now, OTHER).is_some());
+        scheduler.cancel_turn();
+        assert!(scheduler.take_turn(now, OTHER).is_none());
+        assert!(scheduler.take_turn(now, ONE).is_some());
+        scheduler.cancel_turn();
         // A queue that does not take its turn blocks no other queue, and neither does a queue that no longer waits.
-        assert!(turns.take_turn(now, ONE).is_none());
-        let later = Ticks(now.0 + turns.reservation_ticks);
-        assert!(turns.take_turn(later, ONE).is_none());
-        assert!(turns.take_turn(later, ONE).is_some());
-        assert!(turns.take_turn(later, OTHER).is_none());
-        turns.cancel_turn();
-        turns.leave(OTHER);
-        assert!(turns.take_turn(later, ONE).is_some());
+        assert!(scheduler.take_turn(now, ONE).is_none());
+        let later = Ticks(now.0 + scheduler.reservation_ticks);
+        assert!(scheduler.take_turn(later, ONE).is_none());
+        assert!(scheduler.take_turn(later, ONE).is_some());
+        assert!(scheduler.take_turn(later, OTHER).is_none());
+        scheduler.cancel_turn();
+        scheduler.leave(OTHER);
+        assert!(scheduler.take_turn(later, ONE).is_some());
     }
 
     #[test]
     fn others_have_four_fifths_of_the_time_while_they_use_the_file() {
-        let turns = SliceScheduler::new(PolicyChoice::Learned);
+        let scheduler = SliceScheduler::new(PolicyChoice::Learned);
         let pause = |took: u64, began: u64, transfers| {
-            turns
+            scheduler
                 .take_turn(Ticks(began), ONE)
                 .expect("its pause is over");
             let now = began + took;
-            turns.end_turn(FIRST, Ticks(began), Ticks(now), transfers);
-            turns.state().free_at - now
+            scheduler.end_turn(FIRST, Ticks(began), Ticks(now), transfers);
+            scheduler.state().free_at - now
         };
         let took = target();
         assert_eq!(pause(took, 0, true), 4 * took);
         // The pause has this length for a while after the last transfer, too.
         assert_eq!(pause(took, 10 * took, false), 4 * took);
-        let later = 20 * took + turns.idle_ticks;
+        let later = 20 * took + scheduler.idle_ticks;
         assert_eq!(pause(took, later, false), took);
-        let slow = 100 * turns.pause_max_ticks;
-        assert_eq!(pause(slow, 2 * later, true), turns.pause_max_ticks);
+        let slow = 100 * scheduler.pause_max_ticks;
+        assert_eq!(pause(slow, 2 * later, true), scheduler.pause_max_ticks);
     }
 
     #[test]
     fn slices_are_short_while_others_use_the_file() {
-        let turns = SliceScheduler::new(PolicyChoice::Learned);
+        let scheduler = SliceScheduler::new(PolicyChoice::Learned);
         let mut now = 0;
         let mut longest = |transfers| {
             for _ in 0..20 {
-                now += 10 * turns.idle_ticks;
-                let bytes = turns.take_turn(Ticks(now), ONE).expect("it is free");
-                turns.end_turn(bytes, Ticks(now), Ticks(now + 1), transfers);
+                now += 10 * scheduler.idle_ticks;
+                let bytes = scheduler.take_turn(Ticks(now), ONE).expect("it is free");
+                scheduler.end_turn(bytes, Ticks(now), Ticks(now + 1), transfers);
             }
-            turns.state().slice_length.bytes()
+            scheduler.state().slice_length.bytes()
         };
         assert_eq!(longest(false), 2 << 20);
         assert_eq!(longest(true), FIRST);
@@ -249,12 +249,12 @@ mod tests {
 
     #[test]
     fn slices_of_a_fixed_length_stay() {
-        let turns = SliceScheduler::new(PolicyChoice::Fixed);
-        for began in [0, 100 * turns.pause_max_ticks] {
-            assert_eq!(turns.take_turn(Ticks(began), ONE), Some(FIRST));
-            let now = Ticks(began + turns.pause_max_ticks);
-            turns.end_turn(FIRST, Ticks(began), now, true);
+        let scheduler = SliceScheduler::new(PolicyChoice::Fixed);
+        for began in [0, 100 * scheduler.pause_max_ticks] {
+            assert_eq!(scheduler.take_turn(Ticks(began), ONE), Some(FIRST));
+            let now = Ticks(began + scheduler.pause_max_ticks);
+            scheduler.end_turn(FIRST, Ticks(began), now, true);
         }
-        assert_eq!(turns.state().slice_length.bytes(), FIRST);
+        assert_eq!(scheduler.state().slice_length.bytes(), FIRST);
     }
 }

@@ -388,7 +388,9 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 None => zeroing.is_unsurveyed = true,
             },
             Some((survey, _)) if survey.extents().is_some() => {}
-            Some((_, asked)) if now.since(*asked) < ticks_in(extent_survey::SURVEY_TIMEOUT) => {
+            Some((_, surveyed_at))
+                if now.since(*surveyed_at) < ticks_in(extent_survey::SURVEY_TIMEOUT) =>
+            {
                 return false;
             }
             Some(_) => {
@@ -605,7 +607,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
             file,
             lease,
             ring,
-            age_timer: looks,
+            age_timer,
             lane,
             ..
         } = self;
@@ -660,7 +662,7 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
                 return Err(Status::INTERNAL_ERROR);
             }
         };
-        let manner = if command.repeat_count > 0 {
+        let mode = if command.repeat_count > 0 {
             RequestIssueMode::Worker
         } else {
             RequestIssueMode::Inline
@@ -670,12 +672,12 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         // The memory is the command's bounce buffer, which is leaked with the queue; or zeroes of the process; or the
         // guest's memory. A shadow queue keeps the guest's memory mapped while the command is in flight. It unmaps the
         // memory only if `wait_idle` has returned true: the kernel then has no request any more.
-        let prepared = unsafe { ring.prepare(u64::from(slot.0), request, manner) };
+        let prepared = unsafe { ring.prepare(u64::from(slot.0), request, mode) };
         prepared.map_err(|error| {
             error!("A request to the kernel could not be made: {error}");
             Status::INTERNAL_ERROR
         })?;
-        command.requested_at_check = looks.count;
+        command.requested_at_check = age_timer.count;
         command.is_requested = true;
         Ok(FileStepOutcome::Requested)
     }

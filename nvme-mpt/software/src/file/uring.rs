@@ -166,7 +166,7 @@ pub trait FileIoRing: std::fmt::Debug {
         &mut self,
         tag: u64,
         request: FileIoRequest<'_>,
-        manner: RequestIssueMode,
+        mode: RequestIssueMode,
     ) -> io::Result<()>;
 
     /// Prepares a request that cancels the one with tag `target`. Its own completion has the tag `tag`.
@@ -188,5 +188,5 @@ pub trait FileIoRing: std::fmt::Debug {
     fn fd(&self) -> RawFd;
 
     /// Waits until no request is in flight, or until the given time has passed. Returns whether none is in flight.
-    fn wait_idle(&mut self, patience: Duration) -> bool;
+    fn wait_idle(&mut self, timeout: Duration) -> bool;
 }

@@ -37,21 +37,21 @@ impl FileWriteErrors {
 
     /// Records that a lease has ended. It has received all errors so far.
     pub(super) fn end_lease(&self, name: &str) {
-        let mut told = self.lock();
-        let count = told.count;
+        let mut reported = self.lock();
+        let count = reported.count;
         if count == 0 {
             return;
         }
-        if told.ended_leases.len() >= NAMES_MAX {
-            told.ended_leases.clear();
+        if reported.ended_leases.len() >= NAMES_MAX {
+            reported.ended_leases.clear();
         }
-        told.ended_leases.insert(name.to_owned(), count);
+        reported.ended_leases.insert(name.to_owned(), count);
     }
 
     /// Returns whether errors were counted since the last lease of this name ended. If there was no such lease, returns whether
     /// errors were counted since the file was opened.
     pub(super) fn has_unreported_for(&self, name: &str) -> bool {
-        let told = self.lock();
-        told.count > told.ended_leases.get(name).copied().unwrap_or_default()
+        let reported = self.lock();
+        reported.count > reported.ended_leases.get(name).copied().unwrap_or_default()
     }
 }

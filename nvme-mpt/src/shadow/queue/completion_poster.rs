@@ -60,7 +60,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
     #[inline(always)]
     fn take(&mut self, completion: HostCompletion) {
         // If the slot has no in-flight command, the completion arrived too late and is dropped.
-        let Some((slot, room)) = self.slots.release(completion.slot) else {
+        let Some((slot, credit)) = self.slots.release(completion.slot) else {
             return;
         };
         if SPECIAL {
@@ -84,7 +84,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
                 && self.parts.handle_completion(completion)
             {
                 self.completed -= 1;
-                self.slots.reoccupy(completion.slot, room);
+                self.slots.reoccupy(completion.slot, credit);
                 return;
             }
             if !may_go_on {
@@ -103,7 +103,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
         if !completion.status.is_success() {
             if is_interrupted() {
                 if slot.try_resubmit(H::Commands::is_repeatable) {
-                    self.slots.reoccupy_interrupted(completion.slot, room);
+                    self.slots.reoccupy_interrupted(completion.slot, credit);
                     *self.pass_kind = ShadowPassKind::Special;
                     if SPECIAL {
                         self.completed -= 1;
@@ -139,11 +139,11 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
         let (dw0, dw1) = H::Commands::completion_dwords(self.translator, &command(slot));
         let entry = Cqe::from_position(sq.position, slot.cid(), status, dw0, dw1);
         if SPECIAL && self.condition != ShadowQueueCondition::Operational {
-            self.held_completions.push((entry, room));
+            self.held_completions.push((entry, credit));
         } else {
-            self.cq.publish(entry, room);
-            if LIVE && let Some(live) = self.inflight {
-                live.clear(completion.slot);
+            self.cq.publish(entry, credit);
+            if LIVE && let Some(inflight) = self.inflight {
+                inflight.clear(completion.slot);
             }
         }
         // The completion is posted already, so the statistics below do not delay the guest.
@@ -163,7 +163,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
 pub(super) fn fail_command<H: TranslatedQueue>(
     context: &QueueContext,
     cq: &mut CompletionQueue,
-    room: CompletionCredit,
+    credit: CompletionCredit,
     sq: &SubmissionQueue,
     arrival: &FetchedCommand<'_>,
     failure: CommandFailure,
@@ -184,7 +184,7 @@ pub(super) fn fail_command<H: TranslatedQueue>(
         }));
     let sqhd = sq.head.get() as u16;
     let entry = Cqe::new(sq.qid, sqhd, guest.cid(), failure.status(), 0, 0);
-    cq.publish(entry, room);
+    cq.publish(entry, credit);
     cq.coalescer.on_posted(1, arrival.taken_at);
 }
 

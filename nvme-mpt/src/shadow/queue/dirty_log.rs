@@ -20,7 +20,7 @@ use crate::shadow::slot::CommandSlot;
 pub(super) fn mark_completed_dirty(
     slot: &CommandSlot,
     memory: HostMemory<'_>,
-    departures: &UnmapsInUse,
+    pending_unmaps: &UnmapsInUse,
 ) {
     // In every command set, only controller-to-host transfers write to the VM's memory.
     let writes = DataTransfer::from_opcode(slot.opcode().0) == DataTransfer::ControllerToHost;
@@ -35,7 +35,7 @@ pub(super) fn mark_completed_dirty(
             let (mut at, end) = (iova, iova.wrapping_add(len));
             while at < end {
                 let noted = match memory.table.mark_dirty_iova(at, end - at) {
-                    0 => departures.mark_dirty_iova(at, end - at),
+                    0 => pending_unmaps.mark_dirty_iova(at, end - at),
                     noted => noted,
                 };
                 if noted == 0 {

@@ -30,12 +30,12 @@ impl ShadowCore {
         let mut held = Vec::new();
         // A queue that waits for its rings looks for them in every table.
         let mut rebind = !self.is_operational();
-        for departure in table.pending_unmaps_since(before) {
+        for unmap in table.pending_unmaps_since(before) {
             let lists = self.translator.memory().lists;
-            if self.pending_unmaps.track(departure, &mut self.slots, lists) {
-                held.push(departure.generation());
+            if self.pending_unmaps.track(unmap, &mut self.slots, lists) {
+                held.push(unmap.generation());
             }
-            rebind |= self.has_rings_in(departure);
+            rebind |= self.has_rings_in(unmap);
         }
         // Dropping the old table drops the queue's last references to unmapped regions, apart from those of pending unmaps.
         drop(self.translator.set_table(table));
@@ -54,7 +54,7 @@ impl ShadowCore {
     }
 
     /// Returns whether a pending unmap has memory of the queue's rings, or of its pages of the Doorbell Buffer.
-    fn has_rings_in(&self, departure: &PendingUnmap) -> bool {
+    fn has_rings_in(&self, unmap: &PendingUnmap) -> bool {
         let cq = (self.cq.base, completion_ring_len(self.cq.entries()));
         let sqs = self.sqs.iter();
         let sqs = sqs.map(|sq| (sq.base, submission_ring_len(sq.entries())));
@@ -62,7 +62,7 @@ impl ShadowCore {
         let buffer = buffer.flat_map(|buffer| [buffer.shadow, buffer.event_idx]);
         let buffer = buffer.map(|page| (page, PAGE_SIZE));
         let mut parts = std::iter::once(cq).chain(sqs).chain(buffer);
-        parts.any(|(gpa, len)| departure.overlaps_gpa(gpa, len))
+        parts.any(|(gpa, len)| unmap.overlaps_gpa(gpa, len))
     }
 
     /// Looks up the rings and doorbells in the current table. Suspends the queue if their memory is missing, and ends a
@@ -90,21 +90,21 @@ impl ShadowCore {
         let Self {
             cq,
             held_completions: held,
-            inflight: live,
+            inflight,
             slots,
             repeats,
             ..
         } = self;
         let count = held.len() as u32;
-        for (entry, room) in held.drain(..) {
-            cq.publish(entry, room);
+        for (entry, credit) in held.drain(..) {
+            cq.publish(entry, credit);
         }
-        if let Some(live) = live {
+        if let Some(inflight) = inflight {
             // Slots of held completions are free, and no command has been taken while they were held. Commands that must be
             // executed again have no slots yet and keep their marks.
             let is_repeated = |slot| repeats.iter().any(|repeat| repeat.slot == slot);
-            live.clear_stale_marks(|slot| slots.command(slot).is_some() || is_repeated(slot));
-            live.store(&cq.indices, false);
+            inflight.clear_stale_marks(|slot| slots.command(slot).is_some() || is_repeated(slot));
+            inflight.store(&cq.indices, false);
         }
         cq.coalescer.on_posted(count, Ticks::now());
     }

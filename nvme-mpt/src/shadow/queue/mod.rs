@@ -211,13 +211,13 @@ impl ShadowQueue {
         let blocks = context.blocks();
         let parts = MultiPartCommands::new(slots);
         let blocks = blocks.as_ref().clone();
-        let live = context.inflight.as_ref();
-        let crashes = live.and_then(|live| live.crashes());
-        let live = live.and_then(|live| live.queue(cq.qid));
-        let bill = ProcessorTimeCharge::new(context.processor_time.clone());
+        let inflight = context.inflight.as_ref();
+        let crashes = inflight.and_then(|inflight| inflight.crashes());
+        let inflight = inflight.and_then(|inflight| inflight.queue(cq.qid));
+        let charge = ProcessorTimeCharge::new(context.processor_time.clone());
         let mut core = ShadowCore {
             id,
-            inflight: live,
+            inflight,
             context,
             buffer,
             cq,
@@ -246,7 +246,7 @@ impl ShadowQueue {
         Self {
             host,
             core,
-            cpu_charge: bill,
+            cpu_charge: charge,
             crash_record: crashes,
             lease,
         }
@@ -278,8 +278,8 @@ impl ShadowQueue {
 
     /// Starts the in-flight tracking of a new queue, if the queue may outlive this process.
     pub(crate) fn init_inflight(&self) {
-        if let Some(live) = &self.core.inflight {
-            live.init(&self.core.cq.indices);
+        if let Some(inflight) = &self.core.inflight {
+            inflight.init(&self.core.cq.indices);
         }
     }
 
@@ -418,8 +418,8 @@ impl Drop for ShadowQueue {
             // Commands that the drive has not completed may still access the VM's memory and the leased blocks. Neither may be
             // reused.
             let table = self.core.translator.table().clone();
-            let departures = std::mem::take(&mut self.core.pending_unmaps);
-            leak((table, departures, self.lease.clone()));
+            let pending_unmaps = std::mem::take(&mut self.core.pending_unmaps);
+            leak((table, pending_unmaps, self.lease.clone()));
         }
     }
 }
@@ -475,15 +475,15 @@ impl ShadowCore {
         let mut worked = H::COMPLETION_TIMING != CompletionTiming::Immediate
             && self.slots.in_flight() > 0
             && self.reap::<H, SPECIAL, LIVE>(host);
-        let sound = !SPECIAL || self.is_operational();
+        let is_operational = !SPECIAL || self.is_operational();
         let mut rung = SPECIAL && self.submit_parts::<H>(host);
         if SPECIAL && self.slots.has_interrupted() {
             rung |= self.submit_interrupted::<H>(host);
         }
-        if SPECIAL && sound && !self.repeats.is_empty() {
+        if SPECIAL && is_operational && !self.repeats.is_empty() {
             rung |= self.submit_repeats::<H>(host);
         }
-        if sound && !self.is_stopped {
+        if is_operational && !self.is_stopped {
             let mut batch = host.batch();
             let mut taken = false;
             for index in 0..self.sqs.len() {
@@ -511,10 +511,10 @@ impl ShadowCore {
             self.fail(QueueFailure::HostQueue);
         }
         // If the queue is not operational, the guest's memory may be unmapped, including the doorbell.
-        if sound && self.cq.coalescer.is_owed() {
+        if is_operational && self.cq.coalescer.is_owed() {
             self.signal_if_due();
         }
-        if !sound {
+        if !is_operational {
             self.check_suspension();
         }
         worked
@@ -556,14 +556,14 @@ impl ShadowCore {
         if SPECIAL {
             most = most.min(self.allowed_commands());
         }
-        let mut rooms = self.cq.indices.reserve_up_to(most);
-        let count = rooms.count();
+        let mut credits = self.cq.indices.reserve_up_to(most);
+        let count = credits.count();
         if count == 0 {
             return false;
         }
         let Self {
             cq,
-            inflight: live,
+            inflight,
             sqs,
             slots,
             translator,
@@ -573,10 +573,10 @@ impl ShadowCore {
             batch_bytes,
             ..
         } = self;
-        let live = live.as_ref().filter(|_| LIVE);
-        if LIVE && !SPECIAL && live.is_none() {
+        let inflight = inflight.as_ref().filter(|_| LIVE);
+        if LIVE && !SPECIAL && inflight.is_none() {
             // An in-flight pass always has in-flight tracking. This check, once per pass, saves a check per command.
-            debug_assert!(live.is_some(), "a live pass without live state");
+            debug_assert!(inflight.is_some(), "a live pass without live state");
             return false;
         }
         let Some(sq) = sqs.get_mut(index) else {
@@ -587,7 +587,7 @@ impl ShadowCore {
         }
         let first = sq.head;
         let mut mark = match &mut sq.inflight {
-            Some(live) if LIVE => live.begin_batch(first),
+            Some(inflight) if LIVE => inflight.begin_batch(first),
             _ => InflightMark::default(),
         };
         let taken = Ticks::now();
@@ -598,19 +598,19 @@ impl ShadowCore {
         let mut last_bytes = 0;
         // At most as many commands as free slots are taken, so each command finds a slot.
         while let Some(mut permit) = slots.reserve()
-            && let Some(room) = rooms.split_off()
+            && let Some(credit) = credits.split_off()
         {
             let (number, host) = permit.host();
             let guest = sq.ring.read_ahead(sq.head.get(), PREFETCH);
-            if let Some(live) = live {
-                live.record(number, &guest, mark);
+            if let Some(inflight) = inflight {
+                inflight.record(number, &guest, mark);
                 mark = mark.next();
             }
             sq.head.advance();
             match H::Commands::translate(translator, &guest, number, host) {
                 Ok(transfer) => {
                     let command = SlotCommand {
-                        credit: room,
+                        credit,
                         cdw0: guest.cdw0,
                         sq: index as u16,
                         bytes: transfer,
@@ -635,13 +635,10 @@ impl ShadowCore {
                     let bytes = handle_untranslated::<H>(
                         error,
                         arrival,
-                        ReservedSlot {
-                            permit,
-                            credit: room,
-                        },
+                        ReservedSlot { permit, credit },
                         GuestQueues { context, cq, sq },
                         InflightRecord {
-                            inflight: live,
+                            inflight,
                             next_mark: mark,
                         },
                         SubmissionPath {
@@ -654,11 +651,11 @@ impl ShadowCore {
                 }
             }
         }
-        if LIVE && let Some(live) = &mut sq.inflight {
-            live.store(sq.head, mark);
+        if LIVE && let Some(inflight) = &mut sq.inflight {
+            inflight.store(sq.head, mark);
         }
         sq.update_position();
-        cq.indices.return_credits(rooms);
+        cq.indices.return_credits(credits);
         cq.counters.in_flight.set(slots.in_flight() as u64);
         sq.doorbell.suppress(sq.head.get());
         if SPECIAL {
@@ -752,38 +749,38 @@ impl ShadowCore {
     ) -> bool {
         let Self {
             cq,
-            inflight: live,
+            inflight,
             sqs,
             slots,
             translator,
             context,
             condition,
             held_completions: held,
-            pending_unmaps: departures,
+            pending_unmaps,
             parts,
             pass_kind: passes,
             is_logged,
             is_cut_short,
             ..
         } = self;
-        let live = live.as_ref().filter(|_| LIVE);
-        if LIVE && !SPECIAL && live.is_none() {
+        let inflight = inflight.as_ref().filter(|_| LIVE);
+        if LIVE && !SPECIAL && inflight.is_none() {
             // As in `take_commands`, this check, once per pass, saves a check per command.
-            debug_assert!(live.is_some(), "a live pass without live state");
+            debug_assert!(inflight.is_some(), "a live pass without live state");
             return false;
         }
         let tail = cq.indices.tail();
         let mut posting = CompletionPoster::<H, SPECIAL, LIVE> {
             kind: PhantomData,
             cq,
-            inflight: live,
+            inflight,
             sqs,
             slots,
             context,
             condition: *condition,
             held_completions: held,
             translator,
-            pending_unmaps: departures,
+            pending_unmaps,
             parts,
             pass_kind: passes,
             is_logged: *is_logged,
@@ -804,9 +801,9 @@ impl ShadowCore {
         cq.counters.in_flight.set(slots.in_flight() as u64);
         if LIVE
             && (!SPECIAL || *condition == ShadowQueueCondition::Operational)
-            && let Some(live) = live
+            && let Some(inflight) = inflight
         {
-            live.store_tail(cq.indices.tail(), false);
+            inflight.store_tail(cq.indices.tail(), false);
         }
         if LIVE {
             sqs.iter_mut().for_each(SubmissionQueue::record_counts);
@@ -821,8 +818,8 @@ impl ShadowCore {
     /// Reads the Completion Queue's head from the guest's doorbell: the guest has consumed all entries before it.
     #[inline]
     fn read_cq_head(&mut self) {
-        let (events, live) = (&self.context.events, self.inflight.as_ref());
-        self.cq.read_head(events, live);
+        let (events, inflight) = (&self.context.events, self.inflight.as_ref());
+        self.cq.read_head(events, inflight);
     }
 
     fn signal_if_due(&mut self) {
@@ -830,8 +827,8 @@ impl ShadowCore {
             return self.signal_pin_if_due();
         }
         self.read_cq_head();
-        let standing = self.outstanding();
-        if self.cq.coalescer.signal_if_due(standing, Ticks::now()) {
+        let outstanding = self.outstanding();
+        if self.cq.coalescer.signal_if_due(outstanding, Ticks::now()) {
             self.cq.counters.interrupts.add(1);
         }
     }
@@ -856,11 +853,11 @@ impl ShadowCore {
             self.cq.doorbell.arm(self.cq.indices.head().get());
             self.read_cq_head();
         }
-        let standing = self.outstanding();
+        let outstanding = self.outstanding();
         if self
             .cq
             .coalescer
-            .signal_pin_if_due(standing, Ticks::now(), epoch)
+            .signal_pin_if_due(outstanding, Ticks::now(), epoch)
         {
             self.cq.counters.interrupts.add(1);
         }
@@ -883,11 +880,11 @@ impl ShadowCore {
         if self.cq.coalescer.pin().is_some() {
             self.signal_pin_if_due();
         } else {
-            let standing = self.outstanding();
+            let outstanding = self.outstanding();
             if self
                 .cq
                 .coalescer
-                .signal_before_sleep(standing, Ticks::now())
+                .signal_before_sleep(outstanding, Ticks::now())
             {
                 self.cq.counters.interrupts.add(1);
             }
@@ -918,8 +915,8 @@ impl ShadowCore {
             return false;
         }
         self.read_cq_head();
-        let rests = self.throttled_until.is_some_and(|end| Ticks::now() < end);
-        if self.cq.indices.free_entries() == 0 || self.slots.free_count() == 0 || rests {
+        let throttled = self.throttled_until.is_some_and(|end| Ticks::now() < end);
+        if self.cq.indices.free_entries() == 0 || self.slots.free_count() == 0 || throttled {
             return false;
         }
         let mut found = false;
@@ -944,8 +941,8 @@ impl ShadowCore {
             self.condition = ShadowQueueCondition::Failed;
             self.held_completions.clear();
             self.repeats.clear();
-            if let Some(live) = &self.inflight {
-                live.store(&self.cq.indices, true);
+            if let Some(inflight) = &self.inflight {
+                inflight.store(&self.cq.indices, true);
             }
             self.context.events.report(IoQueueEvent::QueueFailed {
                 qid: self.cq.qid,
@@ -1009,10 +1006,7 @@ fn handle_untranslated<H: TranslatedQueue>(
         sq: sq_index,
         taken_at: taken,
     } = arrival;
-    let ReservedSlot {
-        mut permit,
-        credit: room,
-    } = reserved;
+    let ReservedSlot { mut permit, credit } = reserved;
     let SubmissionPath {
         translator,
         parts,
@@ -1027,7 +1021,7 @@ fn handle_untranslated<H: TranslatedQueue>(
     match translated {
         Ok(bytes) => {
             let whole = permit.occupy_in_parts(SlotCommand {
-                credit: room,
+                credit,
                 cdw0: guest.cdw0,
                 sq: sq_index,
                 bytes,
@@ -1043,10 +1037,10 @@ fn handle_untranslated<H: TranslatedQueue>(
             if let Some(head) = &mut sq.inflight {
                 head.store(sq.head, record.next_mark);
             }
-            fail_command::<H>(context, cq, room, sq, &arrival, failure);
-            if let Some(live) = record.inflight {
-                live.clear(number);
-                live.store_tail(cq.indices.tail(), false);
+            fail_command::<H>(context, cq, credit, sq, &arrival, failure);
+            if let Some(inflight) = record.inflight {
+                inflight.clear(number);
+                inflight.store_tail(cq.indices.tail(), false);
             }
             0
         }

@@ -105,7 +105,7 @@ impl ShadowCore {
         let Self {
             context,
             cq,
-            inflight: live,
+            inflight,
             sqs,
             slots,
             translator,
@@ -121,12 +121,12 @@ impl ShadowCore {
         let at = sqs.iter().position(|sq| sq.qid == sqid);
         let Some((index, sq)) = at.and_then(|index| Some((index, sqs.get_mut(index)?))) else {
             // The guest has deleted the command's queue.
-            if let Some(live) = live {
-                live.clear(slot);
+            if let Some(inflight) = inflight {
+                inflight.clear(slot);
             }
             return Some(());
         };
-        let room = cq.indices.reserve()?;
+        let credit = cq.indices.reserve()?;
         let mut permit = slots.reserve_at(slot)?;
         let arrival = FetchedCommand {
             command,
@@ -135,17 +135,17 @@ impl ShadowCore {
         };
         if !H::Commands::is_repeatable(command) {
             let failure = CommandFailure::retryable(Status::COMMAND_INTERRUPTED);
-            fail_command::<H>(context, cq, room, sq, &arrival, failure);
-            if let Some(live) = live {
-                live.clear(slot);
-                live.store_tail(cq.indices.tail(), false);
+            fail_command::<H>(context, cq, credit, sq, &arrival, failure);
+            if let Some(inflight) = inflight {
+                inflight.clear(slot);
+                inflight.store_tail(cq.indices.tail(), false);
             }
             return Some(());
         }
         let (number, host) = permit.host();
         match H::Commands::translate(translator, command, number, host) {
             Ok(bytes) => batch.resubmit(permit.occupy(SlotCommand {
-                credit: room,
+                credit,
                 cdw0: command.cdw0,
                 sq: index as u16,
                 bytes,
@@ -161,13 +161,10 @@ impl ShadowCore {
                 handle_untranslated::<H>(
                     error,
                     arrival,
-                    ReservedSlot {
-                        permit,
-                        credit: room,
-                    },
+                    ReservedSlot { permit, credit },
                     GuestQueues { context, cq, sq },
                     InflightRecord {
-                        inflight: live.as_ref(),
+                        inflight: inflight.as_ref(),
                         next_mark: next,
                     },
                     SubmissionPath {

@@ -83,15 +83,21 @@ impl SubmissionQueue {
             doorbell,
             bad_tail: None,
             counters,
-            inflight: context.inflight.as_ref().and_then(|live| live.sq_head(qid)),
-            inflight_counts: context.inflight.as_ref().and_then(|live| live.counts(qid)),
+            inflight: context
+                .inflight
+                .as_ref()
+                .and_then(|inflight| inflight.sq_head(qid)),
+            inflight_counts: context
+                .inflight
+                .as_ref()
+                .and_then(|inflight| inflight.counts(qid)),
         })
     }
 
     /// Starts the in-flight tracking of a new queue, if the queue may outlive this process.
     pub(crate) fn init_inflight(&mut self) {
-        if let Some(live) = &mut self.inflight {
-            live.init(self.head);
+        if let Some(inflight) = &mut self.inflight {
+            inflight.init(self.head);
         }
     }
 
@@ -157,7 +163,7 @@ impl CompletionQueue {
         context: &QueueContext,
         buffer: Option<DoorbellBuffer>,
         unmapped: UnmappedRing,
-        gate: InterruptCoalescer,
+        coalescer: InterruptCoalescer,
         counters: Arc<QueueCounters>,
     ) -> Option<Self> {
         let CqConfig {
@@ -183,7 +189,7 @@ impl CompletionQueue {
             indices: CompletionIndices::new(size),
             doorbell,
             bad_head: None,
-            coalescer: gate,
+            coalescer,
             counters,
         })
     }
@@ -202,7 +208,7 @@ impl CompletionQueue {
 
     /// Reads the head from the guest's doorbell, and records it in the in-flight tracking. The guest has consumed all entries
     /// before the head.
-    pub(super) fn read_head(&mut self, events: &EventQueue, live: Option<&InflightQueue>) {
+    pub(super) fn read_head(&mut self, events: &EventQueue, inflight: Option<&InflightQueue>) {
         let head = self.doorbell.load();
         if head == self.indices.head().get() {
             return;
@@ -219,17 +225,17 @@ impl CompletionQueue {
             return;
         }
         // The head must be recorded before commands reserve the entries that the guest has freed.
-        if let Some(live) = live {
-            live.store_head(self.indices.head());
+        if let Some(inflight) = inflight {
+            inflight.store_head(self.indices.head());
         }
         self.doorbell.suppress(head);
     }
 
     #[inline]
-    pub(super) fn publish(&mut self, entry: Cqe, room: CompletionCredit) {
+    pub(super) fn publish(&mut self, entry: Cqe, credit: CompletionCredit) {
         let tail = self.indices.tail();
         self.ring.publish(tail.get(), entry.add_tag(tail.tag()));
-        self.indices.spend(room);
+        self.indices.spend(credit);
     }
 }
 

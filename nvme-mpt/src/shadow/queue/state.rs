@@ -104,8 +104,8 @@ impl ShadowQueue {
         let repeats = state.in_flight.iter().filter(|_| !state.failed);
         core.repeats = repeats.map(RepeatedCommand::from_state).collect();
         core.choose_pass_kind();
-        if let Some(live) = &core.inflight {
-            record_restored(live, &core.cq, state);
+        if let Some(inflight) = &core.inflight {
+            record_restored(inflight, &core.cq, state);
         }
         // Held completions wait for the rings' memory. The queue locates that memory when it is resumed.
         if !core.held_completions.is_empty() && core.is_operational() {
@@ -147,17 +147,17 @@ impl CompletionQueue {
 
 /// Records a restored queue in its in-flight tracking, after the caller has recorded the heads of its Submission Queues. In
 /// this order, the queue can be restored again if the process ends at any point.
-fn record_restored(live: &InflightQueue, cq: &CompletionQueue, state: &CompletionQueueState) {
+fn record_restored(inflight: &InflightQueue, cq: &CompletionQueue, state: &CompletionQueueState) {
     if !state.held.is_empty() {
         // Held completions have no slots, so the queue cannot be restored until they are posted.
-        live.invalidate();
+        inflight.invalidate();
     }
     for command in &state.in_flight {
-        live.record_restored(command.slot, &command.command(), QueueId(command.sqid));
+        inflight.record_restored(command.slot, &command.command(), QueueId(command.sqid));
     }
-    live.clear_stale_marks(|slot| state.in_flight.iter().any(|other| other.slot == slot));
+    inflight.clear_stale_marks(|slot| state.in_flight.iter().any(|other| other.slot == slot));
     if state.held.is_empty() {
-        live.store(&cq.indices, state.failed);
+        inflight.store(&cq.indices, state.failed);
     }
 }
 
@@ -201,8 +201,8 @@ impl SubmissionQueue {
             self.head = head;
             self.update_position();
         }
-        if let Some(live) = &mut self.inflight {
-            live.resume(self.head);
+        if let Some(inflight) = &mut self.inflight {
+            inflight.resume(self.head);
         }
         self.bad_tail = state.bad_tail;
     }

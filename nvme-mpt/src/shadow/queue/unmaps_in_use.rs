@@ -33,14 +33,14 @@ impl UnmapsInUse {
     /// there are.
     pub(super) fn track(
         &mut self,
-        departure: &Arc<PendingUnmap>,
+        unmap: &Arc<PendingUnmap>,
         slots: &mut CommandSlots,
         lists: &ListMemory,
     ) -> bool {
         let mut users = vec![false; slots.count()].into_boxed_slice();
         let mut count = 0;
         for (number, slot) in slots.in_flight_mut() {
-            if slot.bytes > 0 && has_overlap(slot, departure, lists) {
+            if slot.bytes > 0 && has_overlap(slot, unmap, lists) {
                 slot.completion_work.add(CompletionWork::STALE);
                 users[number] = true;
                 count += 1;
@@ -48,7 +48,7 @@ impl UnmapsInUse {
         }
         if count > 0 {
             self.unmaps.push(UnmapInUse {
-                unmap: departure.clone(),
+                unmap: unmap.clone(),
                 commands: users,
                 count,
             });
@@ -91,9 +91,9 @@ impl UnmapsInUse {
     /// Notes in the dirty log a write of at most `len` bytes at an IOVA, if a pending unmap has the address. Returns the number
     /// of noted bytes, which ends at the end of that unmap; 0 if none has the address.
     pub(super) fn mark_dirty_iova(&self, iova: u64, len: u64) -> u64 {
-        let mut departures = self.unmaps.iter().map(|held| &held.unmap);
-        departures
-            .find_map(|departure| match departure.mark_dirty_iova(iova, len) {
+        let mut pending_unmaps = self.unmaps.iter().map(|held| &held.unmap);
+        pending_unmaps
+            .find_map(|unmap| match unmap.mark_dirty_iova(iova, len) {
                 0 => None,
                 noted => Some(noted),
             })
@@ -102,11 +102,11 @@ impl UnmapsInUse {
 }
 
 /// Returns whether a command's data overlaps memory of a pending unmap.
-fn has_overlap(slot: &CommandSlot, departure: &PendingUnmap, lists: &ListMemory) -> bool {
+fn has_overlap(slot: &CommandSlot, unmap: &PendingUnmap, lists: &ListMemory) -> bool {
     let mut uses = false;
     let data = slot.data_pointer();
     let walked = data.for_each_iova(lists, slot.bytes.into(), |iova, len| {
-        uses |= len > 0 && departure.overlaps_iova(iova, len);
+        uses |= len > 0 && unmap.overlaps_iova(iova, len);
         Ok(())
     });
     // The data pointer was built by the translator and has not changed since, so the walk succeeds.

@@ -656,21 +656,21 @@ mod tests {
     #[test]
     fn a_drive_is_told_of_four_changes_in_a_minute_at_most() {
         let mut arbitration = weighted();
-        let mut told = Vec::new();
+        let mut reported = Vec::new();
         // Guests arrive or leave before each survey, so the weights always change.
-        for look in 0..1_800_u64 {
-            let now = Duration::from_millis(100 * look);
-            let loads = busy([100 + 300 * (look % 2), 100, 0]);
+        for poll in 0..1_800_u64 {
+            let now = Duration::from_millis(100 * poll);
+            let loads = busy([100 + 300 * (poll % 2), 100, 0]);
             if let Some(weights) = arbitration.next_weights(&loads, now) {
                 arbitration.changes.record(now);
                 arbitration
                     .set_weights("a", weights, |_| Ok(()))
                     .expect("set");
-                told.push(now);
+                reported.push(now);
             }
         }
-        assert!(told.len() > CHANGES_MAX);
-        for changes in told.windows(CHANGES_MAX + 1) {
+        assert!(reported.len() > CHANGES_MAX);
+        for changes in reported.windows(CHANGES_MAX + 1) {
             assert!(changes[CHANGES_MAX] - changes[0] >= CHANGES_PERIOD);
         }
     }

@@ -117,7 +117,7 @@ pub(super) fn start(
         pause: None,
     };
     let work = move || while supervisor.run_interval() {};
-    threads.spawn("nvme-supervisor", Box::new(work))
+    threads.spawn("nvme-monitor", Box::new(work))
 }
 
 /// A command that exceeded the timeout, and for which an Abort was sent.
@@ -234,7 +234,7 @@ impl DriveMonitor {
         if self
             .memory_check
             .as_ref()
-            .is_some_and(|look| !look.is_finished())
+            .is_some_and(|check| !check.is_finished())
         {
             return;
         }
@@ -245,7 +245,7 @@ impl DriveMonitor {
         }
         let work = move || shrunk.iter().for_each(|memory| memory.check_freed_pages());
         match self.threads.spawn("nvme-memory", Box::new(work)) {
-            Ok(look) => self.memory_check = Some(look),
+            Ok(check) => self.memory_check = Some(check),
             Err(error) => warn!("Cannot look for memory that lost pages yet: {error}"),
         }
     }
@@ -299,7 +299,7 @@ impl DriveMonitor {
     /// Returns the commands that have exceeded the timeout since the last call. Forgets aborted commands that have completed.
     fn find_overdue(&mut self) -> Vec<(QueueId, VfioQueuePair, LateCommand)> {
         let pairs = lock(&self.drive.pairs);
-        let looks: Vec<_> = pairs
+        let samples: Vec<_> = pairs
             .iter()
             .map(|(qid, pair)| (qid, pair.sample_inflight()))
             .collect();
@@ -316,7 +316,7 @@ impl DriveMonitor {
             }
             sums
         };
-        for watched in self.progress.check(&looks, count, now, deadline) {
+        for watched in self.progress.check(&samples, count, now, deadline) {
             let Some(pair) = pairs.get(watched.qid) else {
                 continue;
             };

@@ -59,14 +59,14 @@ impl DriveProgress {
             .since(self.checked_at)
             .saturating_sub(deadline / CHECKS_PER_TIMEOUT);
         let looked = Ticks(self.checked_at.0 + unseen);
-        let commands = queues.iter().flat_map(|(qid, look)| {
-            look.oldest.iter().map(|command| WatchedCommand {
+        let commands = queues.iter().flat_map(|(qid, sample)| {
+            sample.oldest.iter().map(|command| WatchedCommand {
                 qid: *qid,
                 command: *command,
                 since: command.submitted().max(looked),
                 commands_ahead: 0,
-                latest_submission: look.latest_submission,
-                in_flight: look.in_flight,
+                latest_submission: sample.latest_submission,
+                in_flight: sample.in_flight,
             })
         });
         let mut oldest: Vec<WatchedCommand> = commands.collect();
@@ -148,14 +148,14 @@ mod tests {
         /// Lets `time` pass without a check, and then checks. Returns the queues of the commands that are overdue.
         fn check_after(&mut self, time: u64) -> Vec<u16> {
             self.now += time;
-            let look = |queue: &VecDeque<LateCommand>| InFlightSample {
+            let sample_of = |queue: &VecDeque<LateCommand>| InFlightSample {
                 oldest: queue.iter().take(OLDEST_MAX).copied().collect(),
                 in_flight: queue.len(),
                 latest_submission: queue.back().map_or(Ticks(0), LateCommand::submitted),
             };
-            let looks: Vec<_> = (1..)
+            let sample_count: Vec<_> = (1..)
                 .map(QueueId)
-                .zip(self.queues.iter().map(look))
+                .zip(self.queues.iter().map(sample_of))
                 .collect();
             let queues = &self.queues;
             let count = |moments: &[Ticks]| {
@@ -167,34 +167,34 @@ mod tests {
             };
             let late = self
                 .progress
-                .check(&looks, count, Ticks(self.now), DEADLINE);
+                .check(&sample_count, count, Ticks(self.now), DEADLINE);
             late.iter().map(|watched| watched.qid.0).collect()
         }
     }
 
     #[test]
     fn a_queue_that_moves_is_not_late_however_deep_it_is() {
-        let mut scene = DriveProgressTest::default();
-        scene.submit(0, 1_000);
+        let mut test = DriveProgressTest::default();
+        test.submit(0, 1_000);
         // The command in queue 1 waits for all commands that queue 0 has at this point.
-        scene.submit(1, 1);
+        test.submit(1, 1);
         for _ in 0..1_000 {
-            assert_eq!(scene.pass(100), [0; 0]);
-            scene.complete(0);
-            scene.submit(0, 1);
+            assert_eq!(test.pass(100), [0; 0]);
+            test.complete(0);
+            test.submit(0, 1);
         }
-        scene.complete(1);
+        test.complete(1);
     }
 
     #[test]
     fn a_command_that_all_others_pass_is_late() {
-        let mut scene = DriveProgressTest::default();
-        scene.submit(0, 1);
-        scene.submit(1, 500);
+        let mut test = DriveProgressTest::default();
+        test.submit(0, 1);
+        test.submit(1, 500);
         let mut pass = |late: &[u16]| {
-            assert_eq!(scene.pass(100), late);
-            scene.complete(1);
-            scene.submit(1, 1);
+            assert_eq!(test.pass(100), late);
+            test.complete(1);
+            test.submit(1, 1);
         };
         for _ in 0..500 + DEADLINE / 100 + 1 {
             pass(&[]);
@@ -204,41 +204,41 @@ mod tests {
 
     #[test]
     fn queues_that_take_turns_are_not_late() {
-        let mut scene = DriveProgressTest::default();
+        let mut test = DriveProgressTest::default();
         for queue in [0, 1] {
-            scene.submit(queue, 100);
+            test.submit(queue, 100);
         }
         // Eight commands of one queue take longer than the deadline.
         for turn in 0..200 {
-            assert_eq!(scene.pass(DEADLINE - 1), [0; 0]);
-            scene.complete(turn % 2);
+            assert_eq!(test.pass(DEADLINE - 1), [0; 0]);
+            test.complete(turn % 2);
         }
     }
 
     /// A long time between two checks: the drive monitor got no processor time, or the host was suspended.
     #[test]
     fn time_without_a_look_is_no_silence_of_the_drive() {
-        let mut scene = DriveProgressTest::default();
-        scene.submit(0, 5);
-        assert_eq!(scene.pass(100), [0; 0]);
+        let mut test = DriveProgressTest::default();
+        test.submit(0, 5);
+        assert_eq!(test.pass(100), [0; 0]);
         for _ in 0..3 {
-            assert_eq!(scene.check_after(50 * DEADLINE), [0; 0], "known commands");
-            scene.complete(0);
+            assert_eq!(test.check_after(50 * DEADLINE), [0; 0], "known commands");
+            test.complete(0);
         }
-        scene.submit(1, 1);
-        assert_eq!(scene.check_after(50 * DEADLINE), [0; 0], "a new one");
+        test.submit(1, 1);
+        assert_eq!(test.check_after(50 * DEADLINE), [0; 0], "a new one");
         // A drive that completes nothing is late after at most `CHECKS_PER_TIMEOUT` checks.
-        let looks = (1..).find(|_| !scene.check_after(50 * DEADLINE).is_empty());
-        assert_eq!(looks, Some(CHECKS_PER_TIMEOUT));
+        let sample_count = (1..).find(|_| !test.check_after(50 * DEADLINE).is_empty());
+        assert_eq!(sample_count, Some(CHECKS_PER_TIMEOUT));
     }
 
     #[test]
     fn a_command_alone_is_late_at_once() {
-        let mut scene = DriveProgressTest::default();
-        scene.submit(0, 1);
-        assert_eq!(scene.pass(DEADLINE), [0; 0]);
-        assert_eq!(scene.pass(1), [1]);
-        scene.progress.forget();
-        assert_eq!(scene.pass(DEADLINE), [0; 0], "its time begins anew");
+        let mut test = DriveProgressTest::default();
+        test.submit(0, 1);
+        assert_eq!(test.pass(DEADLINE), [0; 0]);
+        assert_eq!(test.pass(1), [1]);
+        test.progress.forget();
+        assert_eq!(test.pass(DEADLINE), [0; 0], "its time begins anew");
     }
 }

@@ -302,7 +302,7 @@ impl PhysicalDrive {
                 .ok_or(hand_over_error("its state has an impossible address"))
         };
         let (complete, outdated) = (word(COMPLETE_OFFSET)?, word(STALE_OFFSET)?);
-        let rest = QuiescedDrive {
+        let quiesced = QuiescedDrive {
             stale_flag: StaleMappingsFlag::new(word(STALE_OFFSET)?),
         };
         let (positions, admin_memory) = admin.hand_over().map_err(memory)?;
@@ -336,7 +336,7 @@ impl PhysicalDrive {
             .map_err(ControllerError::Function)?;
         descriptors.extend(function);
         complete.store(COMPLETE_MARK);
-        admin.quiesced = Some(rest);
+        admin.quiesced = Some(quiesced);
         Ok(descriptors)
     }
 
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stored_state_is_taken_up_once() {
+    fn a_stored_state_is_restored_once() {
         let left = left(STORED);
         let copies = left.iter().map(|fd| fd.try_clone().unwrap()).collect();
         let handed = HandedOverDrive::read(copies).unwrap();

@@ -182,8 +182,8 @@ impl VfioController {
         Self::open_persisted(backing, options, threads, PersistedIommu::default())
     }
 
-    /// Opens a controller as [`Self::open`] does, with an IOMMU whose mappings survive this process. `kept` may contain the
-    /// mappings of a dead predecessor.
+    /// Opens a controller as [`Self::open`] does, with an IOMMU whose mappings survive this process. `persisted` may contain
+    /// the mappings of a dead predecessor.
     ///
     /// # Errors
     /// See [`ControllerError`]. The function is then released, and its stored descriptors are dropped.
@@ -191,10 +191,10 @@ impl VfioController {
         backing: Arc<dyn DeviceBacking>,
         options: ControllerOptions,
         threads: &ThreadSpawner,
-        kept: PersistedIommu,
+        persisted: PersistedIommu,
     ) -> Result<Arc<Self>, ControllerError> {
-        let supervisor = kept.store.clone();
-        let drive = PhysicalDrive::open(backing.clone(), options, kept);
+        let supervisor = persisted.store.clone();
+        let drive = PhysicalDrive::open(backing.clone(), options, persisted);
         Self::start(&backing, drive, threads, supervisor.as_ref())
     }
 
@@ -337,12 +337,12 @@ impl PhysicalDrive {
     fn open(
         backing: Arc<dyn DeviceBacking>,
         options: ControllerOptions,
-        kept: PersistedIommu,
+        persisted: PersistedIommu,
     ) -> Result<Self, ControllerError> {
         let PersistedIommu {
             store: supervisor,
             predecessor: left,
-        } = kept;
+        } = persisted;
         let registers = DriveRegisters::new(backing.clone())?;
         // The drive may still be enabled by a previous user.
         registers.disable()?;

@@ -148,13 +148,13 @@ pub(super) fn persist_mappings(
     let Some(supervisor) = supervisor else {
         return Ok(());
     };
-    let kept = backing.persist_iommu().and_then(|iommu| {
+    let persisted = backing.persist_iommu().and_then(|iommu| {
         let table = space.start_record()?;
         let iommu = iommu.iter().map(AsFd::as_fd);
         let descriptors: Vec<_> = std::iter::once(table.as_fd()).chain(iommu).collect();
         supervisor.store(&descriptors)
     });
-    if let Err(error) = kept {
+    if let Err(error) = persisted {
         warn!(
             "Drive {}: after a death of this process, all memory is pinned again: {error}",
             backing.name()

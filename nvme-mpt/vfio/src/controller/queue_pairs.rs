@@ -112,8 +112,8 @@ impl SharedPairCounts {
         QueuePairUse {
             total: counted.total,
             reserved: counted.reserved,
-            exclusive: with(|members| members == 1),
-            shared: with(|members| members > 1),
+            exclusive: with(|users| users == 1),
+            shared: with(|users| users > 1),
         }
     }
 }
@@ -136,8 +136,8 @@ impl QueuePairs {
         governor: DriveGovernor,
     ) -> Result<Self, ControllerError> {
         let (doorbells, first) = backing.doorbells();
-        let room = doorbells.len().saturating_sub(first) as u64;
-        let pairs = (room / (2 * Doorbell::stride_bytes(cap.dstrd()))).saturating_sub(1);
+        let max_bytes = doorbells.len().saturating_sub(first) as u64;
+        let pairs = (max_bytes / (2 * Doorbell::stride_bytes(cap.dstrd()))).saturating_sub(1);
         let fit = u16::try_from(pairs).unwrap_or(u16::MAX);
         let total = set_number_of_queues(admin)?.min(fit);
         Self::new(total, total, cap, governor)
@@ -324,22 +324,17 @@ impl QueuePairs {
     pub(super) fn lend_idle_pairs(&mut self) {
         let (now, within) = (Ticks::now(), ticks_in(IDLE_TIME));
         let unowned = self.pairs.iter_mut().filter(|owned| owned.owner.is_none());
-        let mut resting = Vec::new();
+        let mut idle = Vec::new();
         let mut others = Vec::new();
-        for OwnedPair {
-            pair,
-            activity: rest,
-            ..
-        } in unowned
-        {
-            let rests = rest.check(pair) >= IDLE_CHECKS && !pair.is_lent();
-            if rests {
-                resting.push(&*pair);
+        for OwnedPair { pair, activity, .. } in unowned {
+            let is_idle = activity.check(pair) >= IDLE_CHECKS && !pair.is_lent();
+            if is_idle {
+                idle.push(&*pair);
             } else {
                 others.push(&*pair);
             }
         }
-        for pair in resting {
+        for pair in idle {
             let awake = others
                 .iter()
                 .map(|other| (other.active_queues(now, within), other));
@@ -497,11 +492,11 @@ impl PhysicalDrive {
     /// number of resets that the retry limit permits.
     fn pairs_after_reset(
         &self,
-        patience: &JoinRetryLimit,
+        retry_limit: &JoinRetryLimit,
     ) -> Result<MutexGuard<'_, QueuePairs>, ControllerError> {
         let pairs = lock(&self.pairs);
         let waited = self.reset_ended.wait_while(pairs, |pairs| {
-            self.can_recover(pairs) && patience.should_wait(self.reset_count())
+            self.can_recover(pairs) && retry_limit.should_wait(self.reset_count())
         });
         let pairs = waited.unwrap_or_else(PoisonError::into_inner);
         match self.can_recover(&pairs) {
@@ -542,10 +537,10 @@ impl PhysicalDrive {
         namespace: &HostNamespace,
         lease: &Arc<LeaseShare>,
     ) -> Result<VfioQueue, ControllerError> {
-        let mut patience = JoinRetryLimit::new(self.reset_count());
+        let mut retry_limit = JoinRetryLimit::new(self.reset_count());
         loop {
-            match self.try_join(slots, namespace, lease, &patience) {
-                Err(error) if patience.should_retry(&error, self.reset_count()) => {}
+            match self.try_join(slots, namespace, lease, &retry_limit) {
+                Err(error) if retry_limit.should_retry(&error, self.reset_count()) => {}
                 joined => return joined,
             }
         }
@@ -557,9 +552,9 @@ impl PhysicalDrive {
         slots: u16,
         namespace: &HostNamespace,
         lease: &Arc<LeaseShare>,
-        patience: &JoinRetryLimit,
+        retry_limit: &JoinRetryLimit,
     ) -> Result<VfioQueue, ControllerError> {
-        let mut pairs = self.pairs_after_reset(patience)?;
+        let mut pairs = self.pairs_after_reset(retry_limit)?;
         if self.is_gone() {
             return Err(ControllerError::Gone);
         }
@@ -750,13 +745,13 @@ mod tests {
 
     #[test]
     fn a_drive_that_wants_one_reset_after_the_other_is_not_waited_for_without_end() {
-        let mut patience = JoinRetryLimit::new(7);
-        let resets =
-            (7..).take_while(|resets| patience.should_retry(&ControllerError::Resetting, *resets));
+        let mut retry_limit = JoinRetryLimit::new(7);
+        let resets = (7..)
+            .take_while(|resets| retry_limit.should_retry(&ControllerError::Resetting, *resets));
         assert_eq!(resets.count() as u64, JOIN_RESETS + 1);
-        assert!(!patience.should_wait(7 + JOIN_RESETS + 1));
-        assert!(patience.should_retry(&ControllerError::Fatal, 7));
-        assert!(!patience.should_retry(&ControllerError::Fatal, 7));
-        assert!(!patience.should_retry(&ControllerError::Gone, 7));
+        assert!(!retry_limit.should_wait(7 + JOIN_RESETS + 1));
+        assert!(retry_limit.should_retry(&ControllerError::Fatal, 7));
+        assert!(!retry_limit.should_retry(&ControllerError::Fatal, 7));
+        assert!(!retry_limit.should_retry(&ControllerError::Gone, 7));
     }
 }

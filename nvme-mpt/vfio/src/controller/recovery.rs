@@ -228,12 +228,12 @@ impl PhysicalDrive {
     fn await_answer(&self) -> UnresponsiveDriveOutcome {
         let name = self.backing.name();
         let clock = self.backing.clock();
-        let (begun, patience) = (
+        let (begun, timeout) = (
             clock.now(),
             self.registers.timeout().min(UNRESPONSIVE_MAX) + LINK_TIMEOUT,
         );
-        let deadline = Deadline::after(&clock, patience);
-        let seconds = patience.as_secs();
+        let deadline = Deadline::after(&clock, timeout);
+        let seconds = timeout.as_secs();
         let mut is_silent = false;
         while self.registers.status().is_none() {
             if self.backing.is_gone() {

@@ -40,16 +40,16 @@ impl Drop for ReservationGrant {
 
 impl QueuePairs {
     /// Refuses a reservation of queue pairs if those of other leases leave too few.
-    fn check_available(&self, drive: &str, asked: u16) -> Result<(), ReserveError> {
+    fn check_available(&self, drive: &str, requested: u16) -> Result<(), ReserveError> {
         let left = self
             .total()
             .saturating_sub(self.reserved() + UNRESERVED_MIN);
-        if asked <= left {
+        if requested <= left {
             return Ok(());
         }
         Err(ReserveError::TooFew {
             drive: drive.to_owned(),
-            asked,
+            requested,
             left,
             total: self.total(),
             holders: self
@@ -62,12 +62,12 @@ impl QueuePairs {
 }
 
 impl PhysicalDrive {
-    /// Reserves `asked` queue pairs for a lease. Returns the key of the reservation. If the drive is being reset, waits for a
-    /// short time, and then fails.
+    /// Reserves `requested` queue pairs for a lease. Returns the key of the reservation. If the drive is being reset, waits for
+    /// a short time, and then fails.
     fn reserve_pairs(
         &self,
         lease: &str,
-        asked: u16,
+        requested: u16,
         weight: LeaseWeight,
     ) -> Result<u64, ReserveError> {
         let failed = |error: ControllerError| ReserveError::Io(error.into());
@@ -76,9 +76,9 @@ impl PhysicalDrive {
             return Err(failed(ControllerError::Gone));
         }
         let name = self.backing.name();
-        pairs.check_available(name, asked)?;
+        pairs.check_available(name, requested)?;
         // All promised pairs are created now, because the drive may be able to have fewer pairs than it granted.
-        let promised = pairs.reserved() + asked + UNRESERVED_MIN;
+        let promised = pairs.reserved() + requested + UNRESERVED_MIN;
         let class = self.priority_class(weight.get().into());
         let of_lease = class.unwrap_or(QueuePriority::MEDIUM);
         while pairs.count() < promised {
@@ -91,21 +91,21 @@ impl PhysicalDrive {
                 break;
             }
         }
-        pairs.check_available(name, asked)?;
+        pairs.check_available(name, requested)?;
         let key = NEXT_KEY.fetch_add(1, Ordering::Relaxed);
-        for _ in 0..asked {
+        for _ in 0..requested {
             pairs.assign_pair(key, of_lease);
         }
         if pairs.usage().shared > 0 {
             self.log_sharing(&pairs);
         }
         let lease = lease.to_owned();
-        info!(drive = name, lease = lease.as_str(); "Drive {name}: {asked} queue pairs belong to lease {lease}");
+        info!(drive = name, lease = lease.as_str(); "Drive {name}: {requested} queue pairs belong to lease {lease}");
         pairs.holders.push(ReservationHolder {
             key,
             pairs: ReservedPairs {
                 lease,
-                pairs: asked,
+                pairs: requested,
             },
         });
         Ok(key)

@@ -51,8 +51,8 @@ impl FromStr for PciAddress {
 
     /// Parses an address with or without domain, or the path of the function's directory in sysfs.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let folder = text.trim_end_matches('/');
-        let address = match folder.rsplit_once('/') {
+        let dir = text.trim_end_matches('/');
+        let address = match dir.rsplit_once('/') {
             Some((parent, name)) if parent.starts_with("/sys/") => name,
             _ => text,
         };

@@ -222,13 +222,13 @@ fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<DiskUser>, Pci
     let own = fs::read_link(root.proc.join("self/ns/mnt"));
     let mut seen: BTreeSet<PathBuf> = own.into_iter().collect();
     for pid in pids(root) {
-        let folder = root.proc.join(pid.to_string());
+        let dir = root.proc.join(pid.to_string());
         // The link may be missing: the process has ended, or it belongs to another user and hides its namespace.
-        let namespace = fs::read_link(folder.join("ns/mnt"));
+        let namespace = fs::read_link(dir.join("ns/mnt"));
         if !namespace.is_ok_and(|namespace| seen.insert(namespace)) {
             continue;
         }
-        let text = fs::read_to_string(folder.join("mountinfo")).unwrap_or_default();
+        let text = fs::read_to_string(dir.join("mountinfo")).unwrap_or_default();
         for user in mounts_in(root, devices, &text) {
             let DiskUser::Mounted {
                 device,
@@ -242,7 +242,7 @@ fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<DiskUser>, Pci
                 |known| matches!(known, DiskUser::Mounted { device: of, .. } if *of == device),
             );
             if !is_known {
-                let command = process_name(&folder);
+                let command = process_name(&dir);
                 let on = format!("{on} in the mount namespace of process {pid} ({command})");
                 users.push(DiskUser::Mounted {
                     device,
@@ -281,8 +281,8 @@ fn mounts_in(root: &HostRoot, devices: &[BlockDevice], text: &str) -> Vec<DiskUs
 
 /// Returns the IDs of all processes, ascending.
 fn pids(root: &HostRoot) -> BTreeSet<u32> {
-    let folders = fs::read_dir(&root.proc).into_iter().flatten().flatten();
-    let names = folders.map(|folder| folder.file_name());
+    let dirs = fs::read_dir(&root.proc).into_iter().flatten().flatten();
+    let names = dirs.map(|dir| dir.file_name());
     names
         .filter_map(|name| name.to_str()?.parse().ok())
         .collect()
@@ -338,12 +338,12 @@ fn processes(root: &HostRoot, numbers: &DeviceNumberNames) -> Vec<DiskUser> {
     let mut pids = pids(root);
     pids.remove(&std::process::id());
     for pid in pids {
-        let folder = root.proc.join(pid.to_string());
-        for device in open_devices(&folder, numbers) {
+        let dir = root.proc.join(pid.to_string());
+        for device in open_devices(&dir, numbers) {
             users.push(DiskUser::Process {
                 device: device.clone(),
                 pid,
-                command: process_name(&folder),
+                command: process_name(&dir),
             });
         }
     }
@@ -351,8 +351,8 @@ fn processes(root: &HostRoot, numbers: &DeviceNumberNames) -> Vec<DiskUser> {
 }
 
 /// Returns the name of the process with this directory in `/proc`; an empty name if it cannot be read.
-fn process_name(folder: &Path) -> String {
-    let comm = fs::read_to_string(folder.join("comm")).unwrap_or_default();
+fn process_name(dir: &Path) -> String {
+    let comm = fs::read_to_string(dir.join("comm")).unwrap_or_default();
     comm.trim_end().to_owned()
 }
 

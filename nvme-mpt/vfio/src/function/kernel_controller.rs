@@ -39,33 +39,33 @@ pub struct KernelNamespace {
 /// function.
 pub(super) fn read_controller(
     root: &HostRoot,
-    folder: &Path,
+    dir: &Path,
 ) -> Result<Option<KernelController>, PciFunctionError> {
-    let controllers = folder.join("nvme");
+    let controllers = dir.join("nvme");
     let Some(name) = entries(&controllers)?.into_iter().next() else {
         return Ok(None);
     };
-    let folder = controllers.join(&name);
+    let dir = controllers.join(&name);
     let mut namespaces = Vec::new();
-    for entry in entries(&folder)? {
+    for entry in entries(&dir)? {
         // The disk of a namespace is in the controller's directory. With multipath, that directory has the path (nvme0c1n1)
         // instead, and the disk (nvme0n1) is under /sys/block.
-        let (disk, folder) = match multipath_disk(&entry) {
+        let (disk, dir) = match multipath_disk(&entry) {
             None if is_disk(&entry) => {
-                let folder = folder.join(&entry);
-                (entry, folder)
+                let dir = dir.join(&entry);
+                (entry, dir)
             }
             None => continue,
             Some(disk) => {
-                let folder = root.sys.join("block").join(&disk);
-                (disk, folder)
+                let dir = root.sys.join("block").join(&disk);
+                (disk, dir)
             }
         };
-        namespaces.extend(read_namespace(disk, folder)?);
+        namespaces.extend(read_namespace(disk, dir)?);
     }
     namespaces.sort_by_key(|namespace| namespace.nsid);
     let text = |file: &str| {
-        read_optional(&folder.join(file)).map(|text| text.unwrap_or_default().trim().to_owned())
+        read_optional(&dir.join(file)).map(|text| text.unwrap_or_default().trim().to_owned())
     };
     Ok(Some(KernelController {
         model: text("model")?,
@@ -94,13 +94,10 @@ fn multipath_disk(name: &str) -> Option<String> {
     }
 }
 
-/// Reads a namespace from sysfs. Returns `None` if it was removed after its directory was listed.
-fn read_namespace(
-    disk: String,
-    folder: PathBuf,
-) -> Result<Option<KernelNamespace>, PciFunctionError> {
+/// Reads a namespace. Returns `None` if the namespace was removed after the listing.
+fn read_namespace(disk: String, dir: PathBuf) -> Result<Option<KernelNamespace>, PciFunctionError> {
     let whole = |file: &str| -> Result<Option<u64>, PciFunctionError> {
-        let path = folder.join(file);
+        let path = dir.join(file);
         let Some(text) = read_optional(&path)? else {
             return Ok(None);
         };
@@ -118,7 +115,7 @@ fn read_namespace(
     };
     let narrow = |value: u64, file: &str| {
         u32::try_from(value).map_err(|_| PciFunctionError::Form {
-            path: folder.join(file),
+            path: dir.join(file),
             text: value.to_string(),
         })
     };
@@ -127,7 +124,7 @@ fn read_namespace(
         bytes: sectors.saturating_mul(SECTOR),
         lba_size: narrow(lba_size, "queue/logical_block_size")?,
         disk,
-        dir: folder,
+        dir,
     }))
 }
 
@@ -144,10 +141,9 @@ impl KernelNamespace {
     pub(super) fn block_devices(&self) -> Result<Vec<BlockDevice>, PciFunctionError> {
         let mut devices = vec![read_block_device(&self.disk, &self.dir)?];
         for entry in entries(&self.dir)? {
-            let folder = self.dir.join(&entry);
-            if entry.starts_with(&self.disk) && read_optional(&folder.join("partition"))?.is_some()
-            {
-                devices.push(read_block_device(&entry, &folder)?);
+            let dir = self.dir.join(&entry);
+            if entry.starts_with(&self.disk) && read_optional(&dir.join("partition"))?.is_some() {
+                devices.push(read_block_device(&entry, &dir)?);
             }
         }
         devices[1..].sort_by(|one, other| one.name.cmp(&other.name));
@@ -155,10 +151,10 @@ impl KernelNamespace {
     }
 }
 
-fn read_block_device(name: &str, folder: &Path) -> Result<BlockDevice, PciFunctionError> {
+fn read_block_device(name: &str, dir: &Path) -> Result<BlockDevice, PciFunctionError> {
     let mut holders = Vec::new();
-    for holder in entries(&folder.join("holders"))? {
-        let path = folder.join("holders").join(&holder);
+    for holder in entries(&dir.join("holders"))? {
+        let path = dir.join("holders").join(&holder);
         // The name of a device mapper volume, such as vg0-root, says more than its device name.
         holders.push(match read_optional(&path.join("dm/name"))? {
             Some(mapped) => format!("{holder} ({mapped})"),
@@ -168,7 +164,7 @@ fn read_block_device(name: &str, folder: &Path) -> Result<BlockDevice, PciFuncti
     holders.sort();
     Ok(BlockDevice {
         name: name.to_owned(),
-        number: read(&folder.join("dev"))?,
+        number: read(&dir.join("dev"))?,
         holders,
     })
 }

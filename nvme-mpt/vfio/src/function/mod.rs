@@ -132,26 +132,26 @@ impl PciFunction {
     /// # Errors
     /// The host has no such function, or sysfs has unknown content.
     pub fn find(root: &HostRoot, address: PciAddress) -> Result<Self, PciFunctionError> {
-        let folder = root.function_dir(address);
-        if !folder.exists() {
+        let dir = root.function_dir(address);
+        if !dir.exists() {
             return Err(PciFunctionError::NotFound(address));
         }
-        let driver = link_name(&folder.join("driver"))?;
+        let driver = link_name(&dir.join("driver"))?;
         let controller = match driver.as_deref() {
-            Some("nvme") => kernel_controller::read_controller(root, &folder)?,
+            Some("nvme") => kernel_controller::read_controller(root, &dir)?,
             _ => None,
         };
         Ok(Self {
             address,
-            vendor: read_id(&folder.join("vendor"))?,
-            device: read_id(&folder.join("device"))?,
-            class: read_hex(&folder.join("class"))?,
+            vendor: read_id(&dir.join("vendor"))?,
+            device: read_id(&dir.join("device"))?,
+            class: read_hex(&dir.join("class"))?,
             driver,
-            driver_override: read_optional(&folder.join("driver_override"))?
+            driver_override: read_optional(&dir.join("driver_override"))?
                 .filter(|name| name != "(null)" && !name.is_empty()),
-            iommu_group: iommu_group(&folder)?,
+            iommu_group: iommu_group(&dir)?,
             // The kernel reports -1 without NUMA or if the node is unknown.
-            numa_node: read_optional(&folder.join("numa_node"))?.and_then(|node| node.parse().ok()),
+            numa_node: read_optional(&dir.join("numa_node"))?.and_then(|node| node.parse().ok()),
             controller,
         })
     }
@@ -161,8 +161,8 @@ impl PciFunction {
     /// # Errors
     /// See [`find`](Self::find). Functions that disappear during the call are skipped.
     pub fn list(root: &HostRoot) -> Result<Vec<Self>, PciFunctionError> {
-        let folder = root.sys.join("bus/pci/devices");
-        let mut addresses: Vec<PciAddress> = entries(&folder)?
+        let dir = root.sys.join("bus/pci/devices");
+        let mut addresses: Vec<PciAddress> = entries(&dir)?
             .iter()
             .filter_map(|name| name.parse().ok())
             .collect();
@@ -225,8 +225,8 @@ fn is_user_space_driver(driver: &str) -> bool {
     driver.contains("vfio") || driver == "pci-stub"
 }
 
-fn iommu_group(folder: &Path) -> Result<Option<IommuGroup>, PciFunctionError> {
-    let link = folder.join("iommu_group");
+fn iommu_group(dir: &Path) -> Result<Option<IommuGroup>, PciFunctionError> {
+    let link = dir.join("iommu_group");
     let Some(name) = link_name(&link)? else {
         return Ok(None);
     };
@@ -237,11 +237,11 @@ fn iommu_group(folder: &Path) -> Result<Option<IommuGroup>, PciFunctionError> {
     let mut members = Vec::new();
     let devices = link.join("devices");
     for address in entries(&devices)? {
-        let folder = devices.join(&address);
+        let dir = devices.join(&address);
         // Devices on other buses have no class and do not count as bridges.
-        let class = read_optional(&folder.join("class"))?.unwrap_or_default();
+        let class = read_optional(&dir.join("class"))?.unwrap_or_default();
         members.push(IommuGroupMember {
-            driver: link_name(&folder.join("driver"))?,
+            driver: link_name(&dir.join("driver"))?,
             // Base class 06h: bridge.
             is_bridge: class.starts_with("0x06"),
             address,
@@ -291,12 +291,12 @@ fn read_id(path: &Path) -> Result<u16, PciFunctionError> {
 }
 
 /// Lists the names of a directory's entries. Returns none if the directory does not exist.
-fn entries(folder: &Path) -> Result<Vec<String>, PciFunctionError> {
+fn entries(dir: &Path) -> Result<Vec<String>, PciFunctionError> {
     let failed = |source| PciFunctionError::Read {
-        path: folder.to_owned(),
+        path: dir.to_owned(),
         source,
     };
-    let entries = match fs::read_dir(folder) {
+    let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(failed(error)),

@@ -14,14 +14,14 @@ const ADDRESS: &str = "0000:01:00.0";
 
 impl Host {
     fn new() -> Self {
-        let folder = tempfile::tempdir().expect("folder");
-        let at = |name: &str| folder.path().join(name);
+        let dir = tempfile::tempdir().expect("folder");
+        let at = |name: &str| dir.path().join(name);
         let root = HostRoot {
             sys: at("sys"),
             proc: at("proc"),
             dev: at("dev"),
         };
-        let host = Self { dir: folder, root };
+        let host = Self { dir, root };
         host.function(ADDRESS, "0x010802", Some("nvme"));
         host.disk("nvme0", "nvme0n1", "1", "2097152", "512", "259:0");
         host.write(
@@ -180,8 +180,8 @@ fn functions_are_listed_by_class_and_address() {
     let addresses: Vec<_> = functions.iter().map(|f| f.address.to_string()).collect();
     assert_eq!(addresses, ["0000:00:04.0", ADDRESS]);
 
-    let elsewhere = "0000:02:00.0".parse().expect("address");
-    let error = PciFunction::find(&host.root, elsewhere).expect_err("none");
+    let other_address = "0000:02:00.0".parse().expect("address");
+    let error = PciFunction::find(&host.root, other_address).expect_err("none");
     assert!(matches!(error, PciFunctionError::NotFound(_)), "{error}");
     let nothing = HostRoot {
         sys: host.dir.path().join("nothing"),

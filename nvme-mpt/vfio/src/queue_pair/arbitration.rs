@@ -157,12 +157,12 @@ impl VirtualTimeOrder {
         self.waiting.peek().map(|Reverse((_, party))| *party)
     }
 
-    /// Charges the party that is served next, and removes the party unless it still has commands (`goes_on`). Returns the
+    /// Charges the party that is served next, and removes the party unless it still has commands (`continues`). Returns the
     /// virtual time that the party has reached.
     ///
     /// If there is only one party, its virtual time does not advance, because the party takes no share from another.
     #[inline]
-    fn charge(&mut self, cost: impl FnOnce() -> u128, goes_on: bool) -> u128 {
+    fn charge(&mut self, cost: impl FnOnce() -> u128, continues: bool) -> u128 {
         let Some(mut first) = self.waiting.peek_mut() else {
             return self.latest;
         };
@@ -173,7 +173,7 @@ impl VirtualTimeOrder {
             self.now = start;
             self.latest = self.latest.max(time);
         }
-        if goes_on {
+        if continues {
             *first = Reverse((time, party));
         } else {
             PeekMut::pop(first);
@@ -222,46 +222,46 @@ pub(super) struct QueuePairArbitration {
 
 impl QueuePairArbitration {
     /// Adds a user to the arbitration. Allocates all memory that later calls for this user need.
-    pub(super) fn join(&mut self, member: u16, share: &Arc<LeaseShare>) {
-        let is_its = |tenant: &ArbitratedLease| Arc::ptr_eq(&tenant.share, share);
-        let mut tenants = self.leases.iter();
-        let known = tenants.position(|tenant| tenant.as_ref().is_some_and(is_its));
-        let tenant = known.or_else(|| self.leases.iter().position(Option::is_none));
-        let tenant = tenant.unwrap_or(self.leases.len());
-        if tenant == self.leases.len() {
+    pub(super) fn join(&mut self, user: u16, share: &Arc<LeaseShare>) {
+        let is_its = |lease: &ArbitratedLease| Arc::ptr_eq(&lease.share, share);
+        let mut leases = self.leases.iter();
+        let known = leases.position(|lease| lease.as_ref().is_some_and(is_its));
+        let lease = known.or_else(|| self.leases.iter().position(Option::is_none));
+        let lease = lease.unwrap_or(self.leases.len());
+        if lease == self.leases.len() {
             self.leases.push(None);
         }
         self.order.parties += usize::from(known.is_none());
         self.order.waiting.reserve(self.leases.len());
-        let entry = self.leases[tenant].get_or_insert_with(|| ArbitratedLease {
+        let entry = self.leases[lease].get_or_insert_with(|| ArbitratedLease {
             share: share.clone(),
             time: 0,
             order: VirtualTimeOrder::default(),
         });
         entry.order.parties += 1;
         entry.order.waiting.reserve(entry.order.parties);
-        let number = usize::from(member);
+        let number = usize::from(user);
         if self.users.len() <= number {
             self.users.resize(number + 1, None);
         }
         self.users[number] = Some(ArbitratedUser {
-            lease: tenant as u16,
+            lease: lease as u16,
             time: 0,
             is_waiting: false,
         });
     }
 
     /// Removes a user, and also its lease if no other user of that lease is left.
-    pub(super) fn leave(&mut self, member: u16) {
-        self.remove_waiting(member);
-        let place = self.users.get_mut(usize::from(member));
+    pub(super) fn leave(&mut self, user: u16) {
+        self.remove_waiting(user);
+        let place = self.users.get_mut(usize::from(user));
         let Some(place) = place.and_then(Option::take) else {
             return;
         };
         let number = usize::from(place.lease);
-        if let Some(tenant) = &mut self.leases[number] {
-            tenant.order.parties -= 1;
-            if tenant.order.parties == 0 {
+        if let Some(lease) = &mut self.leases[number] {
+            lease.order.parties -= 1;
+            if lease.order.parties == 0 {
                 self.leases[number] = None;
                 self.order.parties -= 1;
             }
@@ -270,70 +270,66 @@ impl QueuePairArbitration {
 
     /// Adds a user to those that wait.
     #[inline]
-    pub(super) fn mark_waiting(&mut self, member: u16) {
-        let Some(Some(place)) = self.users.get_mut(usize::from(member)) else {
+    pub(super) fn mark_waiting(&mut self, user: u16) {
+        let Some(Some(place)) = self.users.get_mut(usize::from(user)) else {
             return;
         };
-        let Some(Some(tenant)) = self.leases.get_mut(usize::from(place.lease)) else {
+        let Some(Some(lease)) = self.leases.get_mut(usize::from(place.lease)) else {
             return;
         };
         if place.is_waiting {
             return;
         }
         place.is_waiting = true;
-        if tenant.order.waiting.is_empty() {
-            self.order.enter(place.lease, tenant.time);
+        if lease.order.waiting.is_empty() {
+            self.order.enter(place.lease, lease.time);
         }
-        tenant.order.enter(member, place.time);
+        lease.order.enter(user, place.time);
     }
 
     /// Returns the waiting user that is served next.
     #[inline]
     pub(super) fn next(&self) -> Option<u16> {
-        let tenant = self.order.first()?;
-        self.leases
-            .get(usize::from(tenant))?
-            .as_ref()?
-            .order
-            .first()
+        let lease = self.order.first()?;
+        self.leases.get(usize::from(lease))?.as_ref()?.order.first()
     }
 
-    /// Charges the user that is served next with `bytes`. The user waits on if it has more commands (`goes_on`).
+    /// Charges the user that is served next with `bytes`. The user waits on if it has more commands (`continues`).
     #[inline]
-    pub(super) fn charge(&mut self, bytes: u64, goes_on: bool) {
-        let Some(tenant) = self.order.first() else {
+    pub(super) fn charge(&mut self, bytes: u64, continues: bool) {
+        let Some(lease) = self.order.first() else {
             return;
         };
-        let Some(Some(tenant)) = self.leases.get_mut(usize::from(tenant)) else {
+        let Some(Some(lease)) = self.leases.get_mut(usize::from(lease)) else {
             return;
         };
-        let Some(member) = tenant.order.first() else {
+        let Some(user) = lease.order.first() else {
             return;
         };
-        let time = tenant.order.charge(|| bytes.into(), goes_on);
-        if let Some(Some(place)) = self.users.get_mut(usize::from(member)) {
+        let time = lease.order.charge(|| bytes.into(), continues);
+        if let Some(Some(place)) = self.users.get_mut(usize::from(user)) {
             place.time = time;
-            place.is_waiting = goes_on;
+            place.is_waiting = continues;
         }
-        let goes_on = !tenant.order.waiting.is_empty();
-        let cost = || tenant.share.virtual_time(bytes);
-        tenant.time = self.order.charge(cost, goes_on);
+        let continues = !lease.order.waiting.is_empty();
+        let cost = || lease.share.virtual_time(bytes);
+        lease.time = self.order.charge(cost, continues);
     }
 
     /// Removes the user that would be served next from those that wait, without charging it.
     pub(super) fn skip(&mut self) {
-        let Some(tenant) = self.order.first() else {
+        let Some(lease) = self.order.first() else {
             return;
         };
-        let Some(Some(tenant)) = self.leases.get_mut(usize::from(tenant)) else {
+        let Some(Some(lease)) = self.leases.get_mut(usize::from(lease)) else {
             return;
         };
-        let member = tenant.order.skip();
-        if tenant.order.waiting.is_empty() {
+        let user = lease.order.skip();
+        if lease.order.waiting.is_empty() {
             self.order.skip();
         }
-        if let Some(member) = member
-            && let Some(Some(place)) = self.users.get_mut(usize::from(member))
+        if let Some(user) = user
+            && let Some(Some(place)) = self.users.get_mut(usize::from(user))
         {
             place.is_waiting = false;
         }
@@ -341,18 +337,18 @@ impl QueuePairArbitration {
 
     /// Removes a user from those that wait.
     #[cold]
-    fn remove_waiting(&mut self, member: u16) {
-        let Some(Some(place)) = self.users.get_mut(usize::from(member)) else {
+    fn remove_waiting(&mut self, user: u16) {
+        let Some(Some(place)) = self.users.get_mut(usize::from(user)) else {
             return;
         };
-        let Some(Some(tenant)) = self.leases.get_mut(usize::from(place.lease)) else {
+        let Some(Some(lease)) = self.leases.get_mut(usize::from(place.lease)) else {
             return;
         };
         if !std::mem::take(&mut place.is_waiting) {
             return;
         }
-        tenant.order.remove(member);
-        if tenant.order.waiting.is_empty() {
+        lease.order.remove(user);
+        if lease.order.waiting.is_empty() {
             self.order.remove(place.lease);
         }
     }

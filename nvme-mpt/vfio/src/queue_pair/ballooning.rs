@@ -55,7 +55,7 @@ impl VfioQueuePair {
         let chosen = {
             let core = crowded.shared.lock();
             let first = core.active_users(now, within).next();
-            first.map(|(number, member)| (number, member.queue.clone()))
+            first.map(|(number, user)| (number, user.queue.clone()))
         };
         let Some((number, queue)) = chosen else {
             return false;
@@ -71,12 +71,12 @@ impl VfioQueuePair {
 pub(super) fn recall_borrowers(pair: &Arc<QueuePairInner>) {
     loop {
         let borrower = pair.lock().take_borrower();
-        let Some((number, queue, home)) = borrower else {
+        let Some((number, queue, lender)) = borrower else {
             return;
         };
         // If the home pair was reserved or no longer exists, the borrower stays.
-        if let Some(home) = home.upgrade() {
-            migrate_user(pair, number, queue, &home, QueuePairUserRole::Returning);
+        if let Some(lender) = lender.upgrade() {
+            migrate_user(pair, number, queue, &lender, QueuePairUserRole::Returning);
         }
     }
 }
@@ -87,18 +87,16 @@ impl QueuePairCore {
     fn active_users(&self, now: Ticks, within: u64) -> impl Iterator<Item = (u16, &QueuePairUser)> {
         let is_awake = move |since: Ticks| now.since(since) <= within;
         self.staying_users()
-            .filter(move |(_, member)| member.home.is_none() && is_awake(member.last_batch))
+            .filter(move |(_, user)| user.lender.is_none() && is_awake(user.last_batch))
     }
 
     /// Ends the lending of the pair to one borrower. Returns the borrower's number and queue, and its home pair; `None` if no
     /// queue borrows the pair.
     fn take_borrower(&mut self) -> Option<(u16, NewQueuePairUser, Weak<QueuePairInner>)> {
-        let borrower = self
-            .staying_users()
-            .find(|(_, member)| member.home.is_some());
+        let borrower = self.staying_users().find(|(_, user)| user.lender.is_some());
         let number = borrower?.0;
-        let home = self.end_balloon(number)?;
+        let lender = self.end_balloon(number)?;
         let queue = self.user(number)?.queue.clone();
-        Some((number, queue, home))
+        Some((number, queue, lender))
     }
 }

@@ -77,16 +77,16 @@ pub(super) struct QueueMigration {
 pub(super) struct QueueMigrations(Vec<(u16, QueuePairBinding)>);
 
 impl QueueMigrations {
-    pub(super) fn add(&mut self, member: u16, to: QueuePairBinding) {
-        self.0.push((member, to));
+    pub(super) fn add(&mut self, user: u16, to: QueuePairBinding) {
+        self.0.push((user, to));
     }
 
-    pub(super) fn has_user(&self, member: u16) -> bool {
-        self.0.iter().any(|(number, _)| *number == member)
+    pub(super) fn has_user(&self, user: u16) -> bool {
+        self.0.iter().any(|(number, _)| *number == user)
     }
 
-    pub(super) fn take(&mut self, member: u16) -> Option<QueuePairBinding> {
-        let place = self.0.iter().position(|(number, _)| *number == member)?;
+    pub(super) fn take(&mut self, user: u16) -> Option<QueuePairBinding> {
+        let place = self.0.iter().position(|(number, _)| *number == user)?;
         Some(self.0.swap_remove(place).1)
     }
 }

@@ -116,10 +116,10 @@ impl QueuePairCore {
         governor: Arc<DriveGovernor>,
     ) -> Self {
         // One entry stays empty to distinguish a full ring from an empty one. So at most 1023 commands fit.
-        let room = (rings.entries() - 1) as u16;
+        let capacity = (rings.entries() - 1) as u16;
         Self {
             rings,
-            inflight: InFlightCommands::new(room),
+            inflight: InFlightCommands::new(capacity),
             max_transfer,
             users: Vec::new(),
             users_total: 0,
@@ -141,20 +141,20 @@ impl QueuePairCore {
     /// Adds a queue as a user. Returns the number of the user.
     pub(super) fn join(&mut self, queue: NewQueuePairUser) -> u16 {
         let lease = queue.lease.clone();
-        let mut member = QueuePairUser::new(queue, self.max_transfer);
-        member.limit_direct(self.direct_bytes_max(), self.max_transfer);
-        self.revoked += usize::from(member.is_revoked);
-        let member = Some(Box::new(member));
+        let mut user = QueuePairUser::new(queue, self.max_transfer);
+        user.limit_direct(self.direct_bytes_max(), self.max_transfer);
+        self.revoked += usize::from(user.is_revoked);
+        let user = Some(Box::new(user));
         // If a queue has not noticed its migration yet, its number is not reused.
         let mut numbers = (0..).zip(&self.users);
         let free =
-            numbers.find(|(number, seat)| seat.is_none() && !self.migrations.has_user(*number));
+            numbers.find(|(number, entry)| entry.is_none() && !self.migrations.has_user(*number));
         let free = free.map(|(number, _)| usize::from(number));
         let number = free.unwrap_or(self.users.len());
         if free.is_none() {
             self.users.push(None);
         }
-        self.users[number] = member;
+        self.users[number] = user;
         self.users_total += 1;
         self.update_lone_user();
         self.sharing.light_users.reserve(self.users.len());
@@ -164,23 +164,23 @@ impl QueuePairCore {
     }
 
     fn update_lone_user(&mut self) {
-        let go_by_slots = |member: &QueuePairUser| usize::from(member.queue.slots) <= PLAIN_SLOTS;
-        let mut members = self.users.iter().flatten();
+        let go_by_slots = |user: &QueuePairUser| usize::from(user.queue.slots) <= PLAIN_SLOTS;
+        let mut users = self.users.iter().flatten();
         self.has_lone_user = self.users_total == 1
             && self.migrating == 0
             && self.revoked == 0
-            && members.all(|member| go_by_slots(member));
+            && users.all(|user| go_by_slots(user));
     }
 
     /// Adds a queue as a user that borrows this pair, because the pair's own queues are idle. Returns the number of the user.
     pub(super) fn join_borrower(
         &mut self,
         queue: NewQueuePairUser,
-        home: Weak<QueuePairInner>,
+        lender: Weak<QueuePairInner>,
     ) -> u16 {
         let number = self.join(queue);
-        if let Some(member) = self.user(number) {
-            member.home = Some(home);
+        if let Some(user) = self.user(number) {
+            user.lender = Some(lender);
             self.borrowers += 1;
         }
         number
@@ -189,9 +189,9 @@ impl QueuePairCore {
     /// Ends the lending of the pair to a user, who stays. Returns the user's home pair; `None` if the user does not borrow this
     /// pair.
     pub(super) fn end_balloon(&mut self, number: u16) -> Option<Weak<QueuePairInner>> {
-        let home = self.user(number)?.home.take()?;
+        let lender = self.user(number)?.lender.take()?;
         self.borrowers -= 1;
-        Some(home)
+        Some(lender)
     }
 
     /// Returns whether any user borrows the pair.
@@ -201,18 +201,15 @@ impl QueuePairCore {
 
     /// Returns whether this user is one of the pair's own queues, and other queues borrow the pair at present.
     pub(super) fn is_lender(&mut self, number: u16) -> bool {
-        self.has_borrowers()
-            && self
-                .user(number)
-                .is_some_and(|member| member.home.is_none())
+        self.has_borrowers() && self.user(number).is_some_and(|user| user.lender.is_none())
     }
 
     /// Returns the users that are not migrating to another pair, with their numbers.
     pub(super) fn staying_users(&self) -> impl Iterator<Item = (u16, &QueuePairUser)> {
-        let members = (0..).zip(&self.users);
-        members
-            .filter_map(|(number, member)| Some((number, member.as_deref()?)))
-            .filter(|(_, member)| !member.is_migrating)
+        let users = (0..).zip(&self.users);
+        users
+            .filter_map(|(number, user)| Some((number, user.as_deref()?)))
+            .filter(|(_, user)| !user.is_migrating)
     }
 
     /// Returns a user that is not migrating and for whose key of a reservation of queue pairs `which` returns true. Borrowers
@@ -221,11 +218,11 @@ impl QueuePairCore {
         &self,
         which: impl Fn(Option<u64>) -> bool,
     ) -> Option<(u16, NewQueuePairUser)> {
-        let members = self.staying_users();
-        let (number, member) = members
-            .filter(|(_, member)| which(member.queue.lease.reservation()))
-            .min_by_key(|(_, member)| member.home.is_none())?;
-        Some((number, member.queue.clone()))
+        let users = self.staying_users();
+        let (number, user) = users
+            .filter(|(_, user)| which(user.queue.lease.reservation()))
+            .min_by_key(|(_, user)| user.lender.is_none())?;
+        Some((number, user.queue.clone()))
     }
 
     /// Starts the migration of user `number` to another pair. Does nothing if the user is migrating already, or if it has left
@@ -233,18 +230,18 @@ impl QueuePairCore {
     pub(super) fn begin_migration(
         &mut self,
         number: u16,
-        whereabouts: &Arc<CurrentQueuePair>,
+        current_pair: &Arc<CurrentQueuePair>,
         to: QueuePairBinding,
     ) -> bool {
         let has_flights = self.inflight.inflight_of_user(number) > 0;
-        let Some(member) = self.user(number) else {
+        let Some(user) = self.user(number) else {
             return false;
         };
-        if member.is_migrating || !Arc::ptr_eq(&member.queue.current_pair, whereabouts) {
+        if user.is_migrating || !Arc::ptr_eq(&user.queue.current_pair, current_pair) {
             return false;
         }
-        if has_flights || !member.waiting.is_empty() || !member.done.is_empty() {
-            member.is_migrating = true;
+        if has_flights || !user.waiting.is_empty() || !user.done.is_empty() {
+            user.is_migrating = true;
             self.migrating += 1;
             self.end_balloon(number);
             self.update_lone_user();
@@ -272,8 +269,8 @@ impl QueuePairCore {
 
     /// Drops the waiting commands of a user. Returns whether none of the user's commands is in flight.
     pub(super) fn drop_waiting(&mut self, number: u16) -> bool {
-        if let Some(member) = self.user(number) {
-            member.waiting.clear();
+        if let Some(user) = self.user(number) {
+            user.waiting.clear();
         }
         self.inflight.inflight_of_user(number) == 0
     }
@@ -286,17 +283,17 @@ impl QueuePairCore {
 
     /// Completes the waiting commands of a user with `status`, without the drive.
     fn complete_waiting(&mut self, number: u16, status: Status) {
-        let Some(member) = self.user(number) else {
+        let Some(user) = self.user(number) else {
             return;
         };
-        while let Some(waiting) = member.waiting.pop_front() {
-            let begun = match &mut member.splits {
+        while let Some(waiting) = user.waiting.pop_front() {
+            let begun = match &mut user.splits {
                 Some(splits) if waiting.is_split => splits.cut_short(waiting.sqe.cid().0, status),
                 _ => false,
             };
             // A command whose children are in flight completes with its last child instead.
             if !begun {
-                member.done.push(failed_completion(&waiting.sqe, status));
+                user.done.push(failed_completion(&waiting.sqe, status));
             }
         }
         self.report_waiting();
@@ -306,11 +303,11 @@ impl QueuePairCore {
     /// complete in the same way.
     pub(super) fn revoke(&mut self) {
         for number in 0..self.users.len() as u16 {
-            let Some(member) = self.user(number) else {
+            let Some(user) = self.user(number) else {
                 continue;
             };
-            if !member.is_revoked && member.queue.lease.is_revoked() {
-                member.is_revoked = true;
+            if !user.is_revoked && user.queue.lease.is_revoked() {
+                user.is_revoked = true;
                 self.revoked += 1;
                 self.complete_waiting(number, REVOKED);
             }
@@ -321,12 +318,12 @@ impl QueuePairCore {
     /// Removes a user. The caller ensures that none of the user's commands is in flight.
     pub(super) fn leave(&mut self, number: u16) {
         self.end_balloon(number);
-        if let Some(member) = self.users.get_mut(usize::from(number))
-            && let Some(member) = member.take()
+        if let Some(user) = self.users.get_mut(usize::from(number))
+            && let Some(user) = user.take()
         {
             self.users_total -= 1;
-            self.migrating -= usize::from(member.is_migrating);
-            self.revoked -= usize::from(member.is_revoked);
+            self.migrating -= usize::from(user.is_migrating);
+            self.revoked -= usize::from(user.is_revoked);
             self.update_lone_user();
         }
         self.sharing.light_users.retain(|light| *light != number);
@@ -378,7 +375,7 @@ impl QueuePairCore {
                 .users
                 .get(usize::from(number))
                 .and_then(Option::as_deref)
-                .is_some_and(|member| member.waiting.is_empty() && member.done.is_empty())
+                .is_some_and(|user| user.waiting.is_empty() && user.done.is_empty())
     }
 
     /// Returns the maximum size in bytes of a command that goes directly to the ring.
@@ -397,8 +394,8 @@ impl QueuePairCore {
         let most = self.direct_bytes_max();
         if most != before {
             let max_transfer = self.max_transfer;
-            for member in self.users.iter_mut().flatten() {
-                member.limit_direct(most, max_transfer);
+            for user in self.users.iter_mut().flatten() {
+                user.limit_direct(most, max_transfer);
             }
         }
     }
@@ -424,7 +421,7 @@ impl QueuePairCore {
             && !self.sharing.governor.is_direct_disabled(now)
             && count as usize <= self.inflight.free_count()
             && self.inflight.acquire_plain_table(number);
-        can.then(|| self.user(number).map(|member| member.direct_limit))
+        can.then(|| self.user(number).map(|user| user.direct_limit))
             .flatten()
     }
 
@@ -464,48 +461,47 @@ impl QueuePairCore {
         let is_contended = is_light_present || self.sharing.governor.is_contended(now);
         let is_governed = self.users_total > 1 || is_contended;
         let Self {
-            users: members,
+            users,
             sharing,
             stats,
             ..
         } = self;
-        let member = members.get_mut(usize::from(number));
-        let Some(member) = member.and_then(Option::as_deref_mut) else {
+        let user = users.get_mut(usize::from(number));
+        let Some(user) = user.and_then(Option::as_deref_mut) else {
             return;
         };
         let refusal = match self.state {
             QueuePairState::Dead(status) => Some(status),
-            _ if member.is_revoked => Some(REVOKED),
+            _ if user.is_revoked => Some(REVOKED),
             _ => None,
         };
         if let Some(status) = refusal {
-            member.add_uncounted(staged.iter().map(|sqe| failed_completion(sqe, status)));
+            user.add_uncounted(staged.iter().map(|sqe| failed_completion(sqe, status)));
             return;
         }
-        member.last_batch = now;
+        user.last_batch = now;
         // The outstanding commands of all queues of a lease count: many shallow queues are as busy as one deep queue.
-        let outstanding = outstanding.max(member.count_submitted(staged.len() as u32));
+        let outstanding = outstanding.max(user.count_submitted(staged.len() as u32));
         let longest = staged
             .iter()
-            .map(|sqe| member.whole_limit.touched_bytes(sqe, memory))
+            .map(|sqe| user.whole_limit.touched_bytes(sqe, memory))
             .max()
             .unwrap_or(0);
         if !is_governed || CommandClass::is_heavy(outstanding, longest) {
             // The user stays heavy for a while, so that it does not count as light between two bursts.
-            member.heavy_until =
-                Ticks(now.0.saturating_add(sharing.governor.activity_ticks() / 10));
+            user.heavy_until = Ticks(now.0.saturating_add(sharing.governor.activity_ticks() / 10));
         }
-        let is_light = now > member.heavy_until && member.waiting.is_empty();
+        let is_light = now > user.heavy_until && user.waiting.is_empty();
         for sqe in staged {
-            let len = member.whole_limit.touched_bytes(sqe, memory);
+            let len = user.whole_limit.touched_bytes(sqe, memory);
             let class = if is_light {
                 CommandClass::light(NvmOpcode(sqe.opcode()), outstanding)
             } else {
                 CommandClass::HEAVY
             };
             let interruptible = is_light_present && class == CommandClass::HEAVY;
-            let divisible = member.whole_limit.divisible_len(sqe, interruptible);
-            let split = member.splits.as_mut().and_then(|splits| {
+            let divisible = user.whole_limit.divisible_len(sqe, interruptible);
+            let split = user.splits.as_mut().and_then(|splits| {
                 let grain = splits.grain(divisible, interruptible)?;
                 Some((splits, grain))
             });
@@ -513,13 +509,13 @@ impl QueuePairCore {
             let len = if is_split { divisible } else { len };
             if let Some((splits, grain)) = split {
                 if let Err(status) = splits.prepare(sqe, len, grain, memory) {
-                    member.done.push(failed_completion(sqe, status));
+                    user.done.push(failed_completion(sqe, status));
                     continue;
                 }
                 stats.splits += 1;
             }
             stats.commands += 1;
-            member.waiting.push_back(WaitingCommand {
+            user.waiting.push_back(WaitingCommand {
                 sqe: *sqe,
                 len,
                 class,
@@ -529,10 +525,10 @@ impl QueuePairCore {
         }
         if !is_light {
             // The limit of a user that is held back still applies, so the user does not take part in arbitration.
-            if !member.is_held_back {
+            if !user.is_held_back {
                 sharing.arbitration.mark_waiting(number);
             }
-        } else if !std::mem::replace(&mut member.is_in_lights, true) {
+        } else if !std::mem::replace(&mut user.is_in_lights, true) {
             sharing.light_users.push_back(number);
         }
         if is_governed {
@@ -576,8 +572,8 @@ impl QueuePairCore {
                 }
             }
             self.sharing.light_users.pop_front();
-            if let Some(member) = self.user(number) {
-                member.is_in_lights = false;
+            if let Some(user) = self.user(number) {
+                user.is_in_lights = false;
             }
         }
     }
@@ -590,7 +586,7 @@ impl QueuePairCore {
             return;
         }
         let window = self.sharing.window(now);
-        let kept = self.light_entries();
+        let reserved = self.light_entries();
         let most = match window {
             QueuePairWindow::Own(bytes) | QueuePairWindow::Drive(bytes) => bytes,
             QueuePairWindow::Open | QueuePairWindow::Closed => u64::MAX,
@@ -603,7 +599,7 @@ impl QueuePairCore {
             // If identifiers are held for Aborts, or in a ring of two entries, all free entries may be left to light users
             // permanently. Then heavy users may have one command in flight.
             let (free, in_flight) = (self.inflight.free_count(), self.inflight.in_flight());
-            let is_full = free <= kept && (free == 0 || in_flight > 0);
+            let is_full = free <= reserved && (free == 0 || in_flight > 0);
             // A light command is still waiting here only if the ring is full.
             if class != CommandClass::HEAVY || is_full {
                 break;
@@ -630,22 +626,22 @@ impl QueuePairCore {
             {
                 break;
             }
-            let goes_on = self.user(number).is_some_and(|it| {
+            let has_more = self.user(number).is_some_and(|it| {
                 if is_weighed {
                     it.queue.lease.count_dispatched(weight);
                     it.weighed_at = now;
                 }
                 !it.waiting.is_empty()
             });
-            self.sharing.arbitration.charge(weight, goes_on);
+            self.sharing.arbitration.charge(weight, has_more);
         }
     }
 
     /// Takes a user, the one that is served next, out of arbitration for 1/`HOLD_CHECK_DIVISOR` of the activity time.
     fn hold_back(&mut self, number: u16, now: Ticks) {
         self.sharing.arbitration.skip();
-        if let Some(member) = self.user(number) {
-            member.is_held_back = true;
+        if let Some(user) = self.user(number) {
+            user.is_held_back = true;
             let due = now.0 + self.sharing.governor.activity_ticks() / HOLD_CHECK_DIVISOR;
             self.held_back.push(number, Ticks(due));
         }
@@ -657,8 +653,8 @@ impl QueuePairCore {
         let now = if is_weighed { now } else { Ticks(u64::MAX) };
         while let Some(number) = self.held_back.pop_due(now) {
             self.sharing.arbitration.mark_waiting(number);
-            if let Some(member) = self.user(number) {
-                member.is_held_back = false;
+            if let Some(user) = self.user(number) {
+                user.is_held_back = false;
             }
         }
     }
@@ -668,18 +664,18 @@ impl QueuePairCore {
     fn is_held_back(&self, number: u16, now: Ticks) -> bool {
         #[cfg(test)]
         self.held_back_checks.set(self.held_back_checks.get() + 1);
-        let member = self.users.get(usize::from(number));
+        let user = self.users.get(usize::from(number));
         let pause = self.sharing.governor.activity_ticks() / HOLD_BACK_DIVISOR;
-        member.and_then(Option::as_deref).is_some_and(|member| {
-            member.queue.lease.is_at_limit() && now.since(member.weighed_at) < pause
+        user.and_then(Option::as_deref).is_some_and(|user| {
+            user.queue.lease.is_at_limit() && now.since(user.weighed_at) < pause
         })
     }
 
     /// Returns whether a user's next command goes to the drive in children.
     fn is_split(&self, number: u16) -> bool {
-        let member = self.users.get(usize::from(number));
-        let member = member.and_then(Option::as_deref);
-        member.is_some_and(|it| it.waiting.front().is_some_and(|head| head.is_split))
+        let user = self.users.get(usize::from(number));
+        let user = user.and_then(Option::as_deref);
+        user.is_some_and(|it| it.waiting.front().is_some_and(|head| head.is_split))
     }
 
     #[inline(always)]
@@ -698,27 +694,27 @@ impl QueuePairCore {
         } = portion;
         let Self {
             rings,
-            inflight: flights,
-            users: members,
+            inflight: commands,
+            users,
             sharing,
             stats,
             ..
         } = self;
-        let member = members.get_mut(usize::from(number));
-        let Some(member) = member.and_then(Option::as_deref_mut) else {
+        let user = users.get_mut(usize::from(number));
+        let Some(user) = user.and_then(Option::as_deref_mut) else {
             return false;
         };
-        let Some(head) = member.waiting.front() else {
+        let Some(head) = user.waiting.front() else {
             return false;
         };
-        if flights.free_count() == 0 {
+        if commands.free_count() == 0 {
             return false;
         }
         let (class, arrived) = (head.class, head.arrived_at);
-        let Some((sqe, child)) = member.take_next(most) else {
+        let Some((sqe, child)) = user.take_next(most) else {
             return false;
         };
-        let flight = InFlightCommand {
+        let command = InFlightCommand {
             user: number,
             slot: sqe.cid().0,
             child,
@@ -726,7 +722,7 @@ impl QueuePairCore {
             class,
             arrived_at: arrived,
         };
-        let Some(cid) = flights.insert_special(flight, now) else {
+        let Some(cid) = commands.insert_special(command, now) else {
             return false;
         };
         rings.push(&sqe, cid);
@@ -807,29 +803,25 @@ impl QueuePairCore {
     #[inline]
     fn process_completion(&mut self, entry: &Cqe, clock: impl Fn() -> Option<Ticks>) {
         match self.inflight.remove(entry.cid(), entry.status()) {
-            Some(landing) => self.deliver(landing, entry.dw0(), clock),
+            Some(outcome) => self.deliver(outcome, entry.dw0(), clock),
             None => self.stats.late_completions += 1,
         }
     }
 
     /// Stores the completion of a command for its user.
     #[inline]
-    fn deliver(&mut self, landing: CompletionOutcome, dw0: u32, clock: impl Fn() -> Option<Ticks>) {
-        match landing {
-            CompletionOutcome::Plain {
-                user: member,
-                slot,
-                status,
-            } => {
-                if let Some(member) = self.user(member) {
-                    member.add_uncounted([HostCompletion { slot, status, dw0 }]);
+    fn deliver(&mut self, outcome: CompletionOutcome, dw0: u32, clock: impl Fn() -> Option<Ticks>) {
+        match outcome {
+            CompletionOutcome::Plain { user, slot, status } => {
+                if let Some(user) = self.user(user) {
+                    user.add_uncounted([HostCompletion { slot, status, dw0 }]);
                 }
             }
-            CompletionOutcome::Special(flight, status) => {
-                if let Some(completion) = self.account_completion(&flight, status, dw0, clock())
-                    && let Some(member) = self.user(flight.user)
+            CompletionOutcome::Special(command, status) => {
+                if let Some(completion) = self.account_completion(&command, status, dw0, clock())
+                    && let Some(user) = self.user(command.user)
                 {
-                    member.done.push(completion);
+                    user.done.push(completion);
                 }
             }
         }
@@ -839,41 +831,41 @@ impl QueuePairCore {
     /// completed.
     fn account_completion(
         &mut self,
-        flight: &InFlightCommand,
+        command: &InFlightCommand,
         status: Status,
         dw0: u32,
         now: Option<Ticks>,
     ) -> Option<HostCompletion> {
-        let slot = flight.slot;
-        if flight.class == CommandClass::HEAVY {
-            self.sharing.on_heavy_completed(flight.weight, now);
+        let slot = command.slot;
+        if command.class == CommandClass::HEAVY {
+            self.sharing.on_heavy_completed(command.weight, now);
         } else {
             self.sharing
                 .governor
-                .on_light_completed(flight.class, flight.arrived_at, now);
+                .on_light_completed(command.class, command.arrived_at, now);
         }
-        let Some(child) = flight.child else {
+        let Some(child) = command.child else {
             return Some(HostCompletion { slot, status, dw0 });
         };
-        let member = self.user(flight.user)?;
-        let joined = member.splits.as_mut()?.complete(slot, child, status);
+        let user = self.user(command.user)?;
+        let joined = user.splits.as_mut()?.complete(slot, child, status);
         if joined.is_cut_short {
-            member.drop_front(slot);
+            user.drop_front(slot);
         }
         joined.completion
     }
 
     /// Adds completions for a user, which come from a pair that the user's queue has left.
     pub(super) fn add_completions(&mut self, number: u16, done: &[HostCompletion]) {
-        if let Some(member) = self.user(number) {
-            member.add_uncounted(done.iter().copied());
+        if let Some(user) = self.user(number) {
+            user.add_uncounted(done.iter().copied());
         }
     }
 
     /// Swaps the stored completions of a user with `ready`, which is empty.
     pub(super) fn swap_done(&mut self, number: u16, ready: &mut Vec<HostCompletion>) {
-        if let Some(member) = self.user(number) {
-            member.swap_done(ready);
+        if let Some(user) = self.user(number) {
+            user.swap_done(ready);
         }
     }
 
@@ -917,8 +909,8 @@ impl QueuePairCore {
     pub(super) fn fail_in_flight(&mut self, status: Status) {
         self.process_completions(None, || None);
         for cid in self.inflight.cids() {
-            if let Some(landing) = self.inflight.remove(cid, status) {
-                self.deliver(landing, 0, || None);
+            if let Some(outcome) = self.inflight.remove(cid, status) {
+                self.deliver(outcome, 0, || None);
             }
         }
     }
@@ -937,9 +929,9 @@ impl QueuePairCore {
         self.fail_in_flight(status);
         self.state = QueuePairState::Dead(status);
         self.report_waiting();
-        for member in self.users.iter_mut().flatten() {
-            for waiting in member.waiting.drain(..) {
-                member.done.push(failed_completion(&waiting.sqe, status));
+        for user in self.users.iter_mut().flatten() {
+            for waiting in user.waiting.drain(..) {
+                user.done.push(failed_completion(&waiting.sqe, status));
             }
         }
     }

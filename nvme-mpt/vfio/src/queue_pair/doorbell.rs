@@ -81,43 +81,43 @@ mod tests {
     #[test]
     fn without_a_buffer_every_value_goes_to_the_register() {
         let [register, ..] = cells();
-        let mut bell = DoorbellWriter::new(DriveDoorbell {
+        let mut writer = DoorbellWriter::new(DriveDoorbell {
             register: register.clone(),
             buffer: None,
         });
         for value in [1, 5, 0] {
-            bell.write(value);
+            writer.write(value);
             assert_eq!(register.load(), value);
         }
-        assert_eq!(bell.saved_writes, 0);
+        assert_eq!(writer.saved_writes, 0);
     }
 
     #[test]
     fn the_register_is_written_when_event_idx_is_passed() {
         let [register, shadow, event_idx] = cells();
-        let mut bell = DoorbellWriter::new(DriveDoorbell {
+        let mut writer = DoorbellWriter::new(DriveDoorbell {
             register: register.clone(),
             buffer: Some(BufferedDoorbell {
                 shadow: shadow.clone(),
                 event_idx: event_idx.clone(),
             }),
         });
-        bell.write(2);
+        writer.write(2);
         assert_eq!((shadow.load(), register.load()), (2, 2), "0 was passed");
         event_idx.store(10);
-        bell.write(10);
+        writer.write(10);
         assert_eq!(
             (shadow.load(), register.load()),
             (10, 2),
             "10 is not passed"
         );
-        bell.write(11);
+        writer.write(11);
         assert_eq!((shadow.load(), register.load()), (11, 11));
         event_idx.store(3);
-        bell.write(3);
+        writer.write(3);
         assert_eq!((shadow.load(), register.load()), (3, 11), "went round to 3");
-        bell.write(4);
+        writer.write(4);
         assert_eq!(register.load(), 4);
-        assert_eq!(bell.saved_writes, 2);
+        assert_eq!(writer.saved_writes, 2);
     }
 }

@@ -98,18 +98,18 @@ impl DriveGovernor {
     /// Creates the governor of a drive whose speed is not known yet. `rate` is the tick rate of the clock.
     #[must_use]
     pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
-        let learned = HeavyWindow::new(choice, rate);
-        let terms = learned.parameters();
+        let window = HeavyWindow::new(choice, rate);
+        let settings = window.parameters();
         Self {
             activity_ticks: rate.ticks(ACTIVITY_TIME),
-            window: AtomicU64::new(terms.window),
+            window: AtomicU64::new(settings.window),
             direct_disabled_until: AtomicU64::new(0),
             contended_until: AtomicU64::new(0),
             weight_limited_until: AtomicU64::new(0),
             light_until: AtomicU64::new(0),
             light_commands: AtomicU64::new(0),
-            pause_until: AtomicU64::new(terms.pause_until.0),
-            next_probe: AtomicU64::new(terms.next_probe.0),
+            pause_until: AtomicU64::new(settings.pause_until.0),
+            next_probe: AtomicU64::new(settings.next_probe.0),
             pairs: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
@@ -117,8 +117,8 @@ impl DriveGovernor {
             light_completed_at: AtomicU64::new(0),
             heavy_completed_at: AtomicU64::new(0),
             quarter_timeout: 0,
-            turn: AtomicU64::new(terms.turn),
-            heavy_window: Mutex::new(learned),
+            turn: AtomicU64::new(settings.turn),
+            heavy_window: Mutex::new(window),
         }
     }
 
@@ -126,9 +126,9 @@ impl DriveGovernor {
     /// (`queue_pair/inflight_bound.rs`).
     #[must_use]
     pub fn with_timeout(self, time_out: Duration, rate: TickRate) -> Self {
-        let patience = rate.ticks(time_out / 4);
+        let timeout_ticks = rate.ticks(time_out / 4);
         Self {
-            quarter_timeout: patience,
+            quarter_timeout: timeout_ticks,
             ..self
         }
     }
@@ -245,10 +245,10 @@ impl DriveGovernor {
     /// heavy command may go in any case.
     #[inline]
     pub(super) fn can_submit_heavy(&self, now: Ticks) -> bool {
-        let landed = self.heavy_completed_at.load(Ordering::Relaxed);
+        let completed_at = self.heavy_completed_at.load(Ordering::Relaxed);
         self.light_commands.load(Ordering::Relaxed) == 0
-            || self.light_completed_at.load(Ordering::Relaxed) >= landed
-            || now.since(Ticks(landed)) > self.turn.load(Ordering::Relaxed)
+            || self.light_completed_at.load(Ordering::Relaxed) >= completed_at
+            || now.since(Ticks(completed_at)) > self.turn.load(Ordering::Relaxed)
     }
 
     /// Lets the drive count as contended for the activity time, because quiet owners (leases) have to wait for busy ones.
@@ -337,7 +337,7 @@ impl DriveGovernor {
 
     #[cold]
     fn begin_probe(&self, now: Ticks) {
-        self.update_window(|learned| learned.on_arrival(now));
+        self.update_window(|window| window.on_arrival(now));
     }
 
     /// Adapts the window by the latency of a light command.
@@ -353,24 +353,25 @@ impl DriveGovernor {
         if !is_learnt {
             return;
         }
-        self.update_window(|learned| learned.on_completion(class, arrived, now));
+        self.update_window(|window| window.on_completion(class, arrived, now));
     }
 
     /// Adapts the window by `observe`, and publishes its new parameters to the pairs.
     fn update_window(&self, observe: impl FnOnce(&mut HeavyWindow)) {
-        let mut learned = self
+        let mut window = self
             .heavy_window
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        let before = learned.parameters();
-        observe(&mut learned);
-        let terms = learned.parameters();
-        if terms != before {
-            self.window.store(terms.window, Ordering::Relaxed);
-            self.turn.store(terms.turn, Ordering::Relaxed);
+        let before = window.parameters();
+        observe(&mut window);
+        let settings = window.parameters();
+        if settings != before {
+            self.window.store(settings.window, Ordering::Relaxed);
+            self.turn.store(settings.turn, Ordering::Relaxed);
             self.pause_until
-                .store(terms.pause_until.0, Ordering::Relaxed);
-            self.next_probe.store(terms.next_probe.0, Ordering::Relaxed);
+                .store(settings.pause_until.0, Ordering::Relaxed);
+            self.next_probe
+                .store(settings.next_probe.0, Ordering::Relaxed);
         }
     }
 }

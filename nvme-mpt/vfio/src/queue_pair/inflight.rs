@@ -223,20 +223,23 @@ pub(super) struct InFlightCommands {
 const NO_USER: u16 = u16::MAX;
 
 impl InFlightCommands {
-    /// Creates empty tables for at most `room` in-flight commands, fewer than 1024.
-    pub(super) fn new(room: u16) -> Self {
-        debug_assert!(room <= INDEX_MASK, "index and count share an identifier");
+    /// Creates tables for at most `capacity` in-flight commands. `capacity` must be less than 1024.
+    pub(super) fn new(capacity: u16) -> Self {
+        debug_assert!(
+            capacity <= INDEX_MASK,
+            "index and count share an identifier"
+        );
         Self {
             plain: std::array::from_fn(|slot| CommandIdEntry::new(slot as u16)),
             owner: 0,
             user: 0,
             held_slots: 0,
-            special: (0..room)
+            special: (0..capacity)
                 .map(|index| CommandIdEntry::new(index | SPECIAL))
                 .collect(),
-            records: vec![InFlightCommand::default(); room.into()].into_boxed_slice(),
+            records: vec![InFlightCommand::default(); capacity.into()].into_boxed_slice(),
             // The lowest index is used first, so that a few entries are reused and stay in the cache.
-            free: (0..room).rev().collect(),
+            free: (0..capacity).rev().collect(),
             held_special: 0,
             in_flight: 0,
         }
@@ -265,8 +268,8 @@ impl InFlightCommands {
     }
 
     /// Returns the number of a user's in-flight commands.
-    pub(super) fn inflight_of_user(&self, member: u16) -> usize {
-        let plain = if self.owner == member {
+    pub(super) fn inflight_of_user(&self, user: u16) -> usize {
+        let plain = if self.owner == user {
             self.plain
                 .iter()
                 .filter(|entry| entry.is_in_flight())
@@ -275,8 +278,8 @@ impl InFlightCommands {
             0
         };
         let special = self.special.iter().zip(&self.records);
-        let is_its = |(entry, flight): &(&CommandIdEntry, &InFlightCommand)| {
-            entry.is_in_flight() && flight.user == member
+        let is_its = |(entry, command): &(&CommandIdEntry, &InFlightCommand)| {
+            entry.is_in_flight() && command.user == user
         };
         plain + special.filter(is_its).count()
     }
@@ -284,16 +287,16 @@ impl InFlightCommands {
     /// Lets a user use the plain table, if it can: no command of another owner is in it, and no identifier of it is held for an
     /// Abort. Returns whether the user may use it.
     #[inline]
-    pub(super) fn acquire_plain_table(&mut self, member: u16) -> bool {
-        self.user == member || self.change_owner(member)
+    pub(super) fn acquire_plain_table(&mut self, user: u16) -> bool {
+        self.user == user || self.change_owner(user)
     }
 
     #[cold]
-    fn change_owner(&mut self, member: u16) -> bool {
+    fn change_owner(&mut self, user: u16) -> bool {
         let is_unused =
             self.held_slots == 0 && !self.plain.iter().any(CommandIdEntry::is_in_flight);
         if is_unused {
-            (self.owner, self.user) = (member, member);
+            (self.owner, self.user) = (user, user);
         }
         is_unused
     }
@@ -322,7 +325,7 @@ impl InFlightCommands {
     /// Adds a command to the special table and returns its identifier. Returns `None` if the table is full.
     pub(super) fn insert_special(
         &mut self,
-        flight: InFlightCommand,
+        command: InFlightCommand,
         now: Ticks,
     ) -> Option<CommandId> {
         if self.free_count() == 0 {
@@ -330,7 +333,7 @@ impl InFlightCommands {
         }
         let index = usize::from(self.free.pop()?);
         let entry = self.special.get_mut(index)?;
-        *self.records.get_mut(index)? = flight;
+        *self.records.get_mut(index)? = command;
         self.in_flight += 1;
         Some(entry.occupy(now))
     }
@@ -368,8 +371,8 @@ impl InFlightCommands {
         } else {
             self.free.push(index);
         }
-        let flight = self.records.get(usize::from(index))?;
-        Some(CompletionOutcome::Special(*flight, status))
+        let command = self.records.get(usize::from(index))?;
+        Some(CompletionOutcome::Special(*command, status))
     }
 
     /// Returns the table entry of the in-flight command with this identifier; `None` if there is none.
@@ -415,14 +418,14 @@ impl InFlightCommands {
 
     /// Returns a snapshot of the in-flight commands.
     pub(super) fn sample_inflight(&mut self) -> InFlightSample {
-        let mut look = InFlightSample::default();
+        let mut sample = InFlightSample::default();
         if self.in_flight == 0 {
-            return look;
+            return sample;
         }
-        let oldest = &mut look.oldest;
+        let oldest = &mut sample.oldest;
         for entry in self.entries() {
-            look.in_flight += 1;
-            look.latest_submission = look.latest_submission.max(entry.submitted);
+            sample.in_flight += 1;
+            sample.latest_submission = sample.latest_submission.max(entry.submitted);
             let is_full = oldest.len() == OLDEST_MAX;
             let is_younger = |last: &LateCommand| last.submitted <= entry.submitted;
             if entry.tag.has(CommandIdTag::REPORTED)
@@ -440,7 +443,7 @@ impl InFlightCommands {
                 },
             );
         }
-        look
+        sample
     }
 
     /// Returns, for each of `moments`, the number of in-flight commands that were submitted no later than that.
@@ -540,43 +543,39 @@ mod tests {
     use super::*;
 
     /// Adds a command to the plain or the special table.
-    fn insert(flights: &mut InFlightCommands, slot: u16, special: bool, now: Ticks) -> CommandId {
+    fn insert(commands: &mut InFlightCommands, slot: u16, special: bool, now: Ticks) -> CommandId {
         if special {
-            let flight = InFlightCommand {
+            let command = InFlightCommand {
                 user: 3,
                 slot,
                 ..InFlightCommand::default()
             };
-            flights.insert_special(flight, now).expect("room")
+            commands.insert_special(command, now).expect("room")
         } else {
-            assert!(flights.acquire_plain_table(3));
-            let cid = flights.insert_plain(slot, now);
-            flights.count_inserted_plain(1);
+            assert!(commands.acquire_plain_table(3));
+            let cid = commands.insert_plain(slot, now);
+            commands.count_inserted_plain(1);
             cid
         }
     }
 
     /// Removes a completed plain command and counts it.
-    fn remove_plain(flights: &mut InFlightCommands, cid: CommandId) -> Option<u16> {
-        let slot = flights.remove_plain(cid);
-        flights.count_removed_plain(slot.iter().count());
+    fn remove_plain(commands: &mut InFlightCommands, cid: CommandId) -> Option<u16> {
+        let slot = commands.remove_plain(cid);
+        commands.count_removed_plain(slot.iter().count());
         slot
     }
 
-    /// Returns the slot and the status of a command that was removed.
-    fn slot_and_status(landing: Option<CompletionOutcome>) -> Option<(u16, Status)> {
-        landing.map(|landing| match landing {
-            CompletionOutcome::Plain {
-                user: member,
-                slot,
-                status,
-            } => {
-                assert_eq!(member, 3);
+    /// Returns slot and status of a removed command.
+    fn slot_and_status(outcome: Option<CompletionOutcome>) -> Option<(u16, Status)> {
+        outcome.map(|outcome| match outcome {
+            CompletionOutcome::Plain { user, slot, status } => {
+                assert_eq!(user, 3);
                 (slot, status)
             }
-            CompletionOutcome::Special(flight, status) => {
-                assert_eq!(flight.user, 3);
-                (flight.slot, status)
+            CompletionOutcome::Special(command, status) => {
+                assert_eq!(command.user, 3);
+                (command.slot, status)
             }
         })
     }
@@ -584,174 +583,177 @@ mod tests {
     #[test]
     fn a_completion_counts_once() {
         for special in [false, true] {
-            let mut flights = InFlightCommands::new(2);
-            let first = insert(&mut flights, 7, special, Ticks(1));
-            assert_eq!((flights.in_flight(), flights.free_count()), (1, 1));
+            let mut commands = InFlightCommands::new(2);
+            let first = insert(&mut commands, 7, special, Ticks(1));
+            assert_eq!((commands.in_flight(), commands.free_count()), (1, 1));
             assert_eq!(
-                (flights.inflight_of_user(3), flights.inflight_of_user(0)),
+                (commands.inflight_of_user(3), commands.inflight_of_user(0)),
                 (1, 0)
             );
-            let landed = slot_and_status(flights.remove(first, Status::SUCCESS));
-            assert_eq!(landed, Some((7, Status::SUCCESS)));
-            assert_eq!((flights.in_flight(), flights.free_count()), (0, 2));
-            assert!(flights.remove(first, Status::SUCCESS).is_none(), "twice");
-            assert!(remove_plain(&mut flights, first).is_none());
-            let second = insert(&mut flights, 7, special, Ticks(2));
+            let completed = slot_and_status(commands.remove(first, Status::SUCCESS));
+            assert_eq!(completed, Some((7, Status::SUCCESS)));
+            assert_eq!((commands.in_flight(), commands.free_count()), (0, 2));
+            assert!(commands.remove(first, Status::SUCCESS).is_none(), "twice");
+            assert!(remove_plain(&mut commands, first).is_none());
+            let second = insert(&mut commands, 7, special, Ticks(2));
             assert_ne!(first, second);
-            assert!(flights.remove(first, Status::SUCCESS).is_none(), "late");
-            assert!(remove_plain(&mut flights, first).is_none());
+            assert!(commands.remove(first, Status::SUCCESS).is_none(), "late");
+            assert!(remove_plain(&mut commands, first).is_none());
             for unknown in [0, 2, SPECIAL, SPECIAL | 2, 0x7FF, 0xFFFF].map(CommandId) {
-                assert!(flights.remove(unknown, Status::SUCCESS).is_none());
-                assert!(remove_plain(&mut flights, unknown).is_none());
+                assert!(commands.remove(unknown, Status::SUCCESS).is_none());
+                assert!(remove_plain(&mut commands, unknown).is_none());
             }
-            let slot = remove_plain(&mut flights, second);
+            let slot = remove_plain(&mut commands, second);
             assert_eq!(slot, (!special).then_some(7));
         }
     }
 
     #[test]
     fn both_tables_share_the_room() {
-        let mut flights = InFlightCommands::new(2);
-        let plain = insert(&mut flights, 0, false, Ticks(1));
-        let special = insert(&mut flights, 0, true, Ticks(1));
+        let mut commands = InFlightCommands::new(2);
+        let plain = insert(&mut commands, 0, false, Ticks(1));
+        let special = insert(&mut commands, 0, true, Ticks(1));
         assert_ne!(plain, special);
-        assert_eq!((flights.in_flight(), flights.free_count()), (2, 0));
+        assert_eq!((commands.in_flight(), commands.free_count()), (2, 0));
         assert!(
-            flights
+            commands
                 .insert_special(InFlightCommand::default(), Ticks(1))
                 .is_none()
         );
-        assert_eq!(flights.cids(), [plain, special]);
-        assert_eq!(remove_plain(&mut flights, plain), Some(0));
-        assert_eq!(flights.free_count(), 1);
+        assert_eq!(commands.cids(), [plain, special]);
+        assert_eq!(remove_plain(&mut commands, plain), Some(0));
+        assert_eq!(commands.free_count(), 1);
     }
 
     #[test]
     fn slots_change_hands_when_none_of_them_is_in_flight() {
-        let mut flights = InFlightCommands::new(4);
-        let cid = insert(&mut flights, 1, false, Ticks(1));
-        assert!(!flights.acquire_plain_table(2));
-        assert!(flights.acquire_plain_table(3));
-        assert_eq!(remove_plain(&mut flights, cid), Some(1));
-        assert!(flights.acquire_plain_table(2));
-        assert_eq!(flights.in_flight(), 0);
+        let mut commands = InFlightCommands::new(4);
+        let cid = insert(&mut commands, 1, false, Ticks(1));
+        assert!(!commands.acquire_plain_table(2));
+        assert!(commands.acquire_plain_table(3));
+        assert_eq!(remove_plain(&mut commands, cid), Some(1));
+        assert!(commands.acquire_plain_table(2));
+        assert_eq!(commands.in_flight(), 0);
     }
 
     #[test]
     fn commands_aborted_by_the_host_are_retryable() {
         for special in [false, true] {
-            let mut flights = InFlightCommands::new(4);
-            let cid = insert(&mut flights, 1, special, Ticks(10));
-            assert!(flights.overdue(Ticks(15), 5).is_empty());
-            let overdue = flights.overdue(Ticks(16), 5);
+            let mut commands = InFlightCommands::new(4);
+            let cid = insert(&mut commands, 1, special, Ticks(10));
+            assert!(commands.overdue(Ticks(15), 5).is_empty());
+            let overdue = commands.overdue(Ticks(16), 5);
             assert_eq!(overdue.len(), 1);
             let late = overdue[0];
             assert_eq!(late.cid(), cid);
-            assert!(flights.overdue(Ticks(99), 5).is_empty(), "reported once");
-            assert!(flights.begin_abort(&late));
+            assert!(commands.overdue(Ticks(99), 5).is_empty(), "reported once");
+            assert!(commands.begin_abort(&late));
             assert!(
-                remove_plain(&mut flights, cid).is_none(),
+                remove_plain(&mut commands, cid).is_none(),
                 "there is more to it"
             );
             let status = Status::ABORT_REQUESTED.with_dnr(true);
-            let landed = slot_and_status(flights.remove(cid, status));
-            assert_eq!(landed, Some((1, Status::COMMAND_INTERRUPTED)));
-            assert!(!flights.begin_abort(&late));
-            flights.end_abort(&late);
-            let next = insert(&mut flights, 1, special, Ticks(20));
-            let landed = slot_and_status(flights.remove(next, status));
-            assert_eq!(landed, Some((1, status)), "the guest's own abort");
+            let completed = slot_and_status(commands.remove(cid, status));
+            assert_eq!(completed, Some((1, Status::COMMAND_INTERRUPTED)));
+            assert!(!commands.begin_abort(&late));
+            commands.end_abort(&late);
+            let next = insert(&mut commands, 1, special, Ticks(20));
+            let completed = slot_and_status(commands.remove(next, status));
+            assert_eq!(completed, Some((1, status)), "the guest's own abort");
         }
     }
 
     #[test]
     fn a_look_finds_the_oldest_that_were_not_reported() {
-        let mut flights = InFlightCommands::new(32);
-        assert_eq!(flights.sample_inflight().in_flight, 0);
+        let mut commands = InFlightCommands::new(32);
+        assert_eq!(commands.sample_inflight().in_flight, 0);
         let times = [30, 10, 90, 20, 80, 40, 70, 50, 60, 100];
         for (slot, time) in (0..).zip(times) {
-            insert(&mut flights, slot, slot % 2 == 0, Ticks(time));
+            insert(&mut commands, slot, slot % 2 == 0, Ticks(time));
         }
-        let times = |look: &InFlightSample| {
-            let oldest = look.oldest.iter();
+        let times = |sample: &InFlightSample| {
+            let oldest = sample.oldest.iter();
             oldest.map(|late| late.submitted().0).collect::<Vec<_>>()
         };
-        let look = flights.sample_inflight();
-        assert_eq!((look.in_flight, look.latest_submission), (10, Ticks(100)));
-        assert_eq!(times(&look), [10, 20, 30, 40, 50, 60, 70, 80]);
-        assert!(flights.mark_reported(&look.oldest[1]));
-        assert!(!flights.mark_reported(&look.oldest[1]), "once");
-        let next = flights.sample_inflight();
+        let sample = commands.sample_inflight();
+        assert_eq!(
+            (sample.in_flight, sample.latest_submission),
+            (10, Ticks(100))
+        );
+        assert_eq!(times(&sample), [10, 20, 30, 40, 50, 60, 70, 80]);
+        assert!(commands.mark_reported(&sample.oldest[1]));
+        assert!(!commands.mark_reported(&sample.oldest[1]), "once");
+        let next = commands.sample_inflight();
         assert_eq!(times(&next), [10, 30, 40, 50, 60, 70, 80, 90]);
-        assert_eq!(flights.count_submitted_by(&[Ticks(50), Ticks(9)]), [5, 0]);
-        let cid = look.oldest[0].cid();
-        assert!(flights.remove(cid, Status::SUCCESS).is_some());
-        assert_eq!(flights.count_submitted_by(&[Ticks(50)]), [4]);
-        assert!(!flights.mark_reported(&look.oldest[0]), "it has ended");
+        assert_eq!(commands.count_submitted_by(&[Ticks(50), Ticks(9)]), [5, 0]);
+        let cid = sample.oldest[0].cid();
+        assert!(commands.remove(cid, Status::SUCCESS).is_some());
+        assert_eq!(commands.count_submitted_by(&[Ticks(50)]), [4]);
+        assert!(!commands.mark_reported(&sample.oldest[0]), "it has ended");
     }
 
     #[test]
     fn an_identifier_with_an_abort_outstanding_is_not_used_again() {
         for special in [false, true] {
-            let mut flights = InFlightCommands::new(3);
-            let cid = insert(&mut flights, 1, special, Ticks(10));
-            let late = flights.overdue(Ticks(99), 5)[0];
-            assert!(flights.begin_abort(&late));
-            assert!(flights.begin_abort(&late), "twice is once");
+            let mut commands = InFlightCommands::new(3);
+            let cid = insert(&mut commands, 1, special, Ticks(10));
+            let late = commands.overdue(Ticks(99), 5)[0];
+            assert!(commands.begin_abort(&late));
+            assert!(commands.begin_abort(&late), "twice is once");
             // The command completes while its Abort is outstanding.
-            assert!(flights.remove(cid, Status::SUCCESS).is_some());
-            assert!(!flights.has_command(&late));
+            assert!(commands.remove(cid, Status::SUCCESS).is_some());
+            assert!(!commands.has_command(&late));
             assert_eq!(
-                flights.acquire_plain_table(3),
+                commands.acquire_plain_table(3),
                 special,
                 "slots are closed for a slot's sake"
             );
-            assert_eq!(flights.free_count(), if special { 2 } else { 3 });
+            assert_eq!(commands.free_count(), if special { 2 } else { 3 });
             let mut count = 0;
             for now in 20..200 {
-                let flight = InFlightCommand {
+                let command = InFlightCommand {
                     user: 3,
                     ..InFlightCommand::default()
                 };
-                let next = flights.insert_special(flight, Ticks(now));
+                let next = commands.insert_special(command, Ticks(now));
                 let next = next.expect("room");
                 assert_ne!(next, cid);
-                assert!(flights.remove(next, Status::SUCCESS).is_some());
+                assert!(commands.remove(next, Status::SUCCESS).is_some());
                 count += 1;
             }
             assert!(count > 32, "more often than an identifier comes again");
-            flights.end_abort(&late);
-            assert!(flights.acquire_plain_table(3));
-            assert_eq!((flights.in_flight(), flights.free_count()), (0, 3));
+            commands.end_abort(&late);
+            assert!(commands.acquire_plain_table(3));
+            assert_eq!((commands.in_flight(), commands.free_count()), (0, 3));
             // The loop ends when another command has the identifier of the overdue command.
             let again = loop {
-                let next = insert(&mut flights, 1, special, Ticks(300));
+                let next = insert(&mut commands, 1, special, Ticks(300));
                 if next == cid {
                     break next;
                 }
-                assert!(flights.remove(next, Status::SUCCESS).is_some());
+                assert!(commands.remove(next, Status::SUCCESS).is_some());
             };
-            assert!(!flights.has_command(&late));
-            assert!(!flights.begin_abort(&late));
-            assert!(flights.remove(again, Status::SUCCESS).is_some());
+            assert!(!commands.has_command(&late));
+            assert!(!commands.begin_abort(&late));
+            assert!(commands.remove(again, Status::SUCCESS).is_some());
         }
     }
 
     #[test]
     fn a_reset_ends_all_aborts() {
         for special in [false, true] {
-            let mut flights = InFlightCommands::new(2);
-            let cids = [1, 2].map(|slot| insert(&mut flights, slot, special, Ticks(10)));
-            for late in flights.overdue(Ticks(99), 5) {
-                assert!(flights.begin_abort(&late));
+            let mut commands = InFlightCommands::new(2);
+            let cids = [1, 2].map(|slot| insert(&mut commands, slot, special, Ticks(10)));
+            for late in commands.overdue(Ticks(99), 5) {
+                assert!(commands.begin_abort(&late));
             }
             for cid in cids {
-                assert!(flights.remove(cid, Status::COMMAND_INTERRUPTED).is_some());
+                assert!(commands.remove(cid, Status::COMMAND_INTERRUPTED).is_some());
             }
-            assert_eq!(flights.acquire_plain_table(3), special);
-            flights.end_aborts();
-            assert!(flights.acquire_plain_table(3));
-            assert_eq!((flights.in_flight(), flights.free_count()), (0, 2));
+            assert_eq!(commands.acquire_plain_table(3), special);
+            commands.end_aborts();
+            assert!(commands.acquire_plain_table(3));
+            assert_eq!((commands.in_flight(), commands.free_count()), (0, 2));
         }
     }
 }

@@ -56,9 +56,9 @@ pub(super) struct InFlightBound {
 
 impl InFlightBound {
     /// Creates the limit for a drive whose speed is not known yet. The argument is a quarter of `timeout=`, in ticks.
-    pub(super) const fn new(patience: u64) -> Self {
+    pub(super) const fn new(timeout_ticks: u64) -> Self {
         Self {
-            quarter_timeout: patience,
+            quarter_timeout: timeout_ticks,
             is_fast: false,
             fast_threshold: FAST_THRESHOLD,
             bound: FAST_THRESHOLD / 2,
@@ -108,12 +108,12 @@ mod tests {
     const QUARTER_TIMEOUT: u64 = 2_500;
     const INTERVAL: u64 = 100;
 
-    fn work(landed: u64, in_flight: u64) -> DriveWork {
+    fn work(completed: u64, in_flight: u64) -> DriveWork {
         DriveWork {
             elapsed: INTERVAL,
-            completed_bytes: landed,
+            completed_bytes: completed,
             inflight_bytes: in_flight,
-            completed_commands: landed >> 18,
+            completed_commands: completed >> 18,
             inflight_commands: in_flight >> 18,
         }
     }
@@ -122,15 +122,15 @@ mod tests {
     fn a_slow_drive_gets_a_quarter_of_the_timeout_in_flight() {
         let mut backlog = InFlightBound::new(QUARTER_TIMEOUT);
         // Eight commands of 256 KiB in 100 ms: the bound is 50 MiB.
-        let (landed, mut in_flight) = (2 << 20, 32 << 20);
+        let (completed, mut in_flight) = (2 << 20, 32 << 20);
         for _ in 0..50 {
-            in_flight = backlog.update(work(landed, in_flight)).expect("a bound");
+            in_flight = backlog.update(work(completed, in_flight)).expect("a bound");
         }
         assert!((50 << 20..52 << 20).contains(&in_flight), "{in_flight}");
         // The drive becomes slower.
         for _ in 0..50 {
             in_flight = backlog
-                .update(work(landed / 8, in_flight))
+                .update(work(completed / 8, in_flight))
                 .expect("a bound");
         }
         assert!((6 << 20..8 << 20).contains(&in_flight), "{in_flight}");

@@ -27,13 +27,13 @@ impl VfioQueuePair {
     pub fn migrate_one(&self, to: &Self, which: impl Fn(Option<u64>) -> bool) -> bool {
         loop {
             let found = self.shared.lock().find_staying_user(&which);
-            let Some((number, newcomer)) = found else {
+            let Some((number, user)) = found else {
                 return false;
             };
             if migrate_user(
                 &self.shared,
                 number,
-                newcomer,
+                user,
                 &to.shared,
                 QueuePairUserRole::Own,
             ) {
@@ -68,25 +68,25 @@ pub(super) fn migrate_user(
     to: &Arc<QueuePairInner>,
     role: QueuePairUserRole,
 ) -> bool {
-    let whereabouts = queue.current_pair.clone();
+    let current_pair = queue.current_pair.clone();
     // Locked throughout, so that migrations of one queue are serialised.
-    let mut place = whereabouts.lock();
+    let mut place = current_pair.lock();
     let joined = {
         // A reservation first marks the pair as reserved, and then migrates all users. So each user joins before the mark and
         // is migrated, or sees the mark under this lock.
         let mut core = to.lock();
         match role {
             QueuePairUserRole::Own => core.join(queue),
-            QueuePairUserRole::Borrower(home) => core.join_borrower(queue, home),
+            QueuePairUserRole::Borrower(lender) => core.join_borrower(queue, lender),
             QueuePairUserRole::Returning if to.is_reserved() => return false,
             QueuePairUserRole::Returning => core.join(queue),
         }
     };
-    let seat = QueuePairBinding {
+    let binding = QueuePairBinding {
         shared: to.clone(),
         user: joined,
     };
-    let moved = from.lock().begin_migration(number, &whereabouts, seat);
+    let moved = from.lock().begin_migration(number, &current_pair, binding);
     if moved {
         *place = Arc::downgrade(to);
     } else {
@@ -99,18 +99,18 @@ pub(super) fn migrate_user(
 /// Follows the migrations of a queue that has no commands, from the given binding to its current one. Calls `act` under the
 /// lock of the queue's current pair. Returns the current binding, and the result of `act`.
 pub(super) fn follow_migrations<T>(
-    mut seat: QueuePairBinding,
+    mut binding: QueuePairBinding,
     act: impl FnOnce(&mut QueuePairCore, u16) -> T,
 ) -> (QueuePairBinding, T) {
     loop {
-        let mut core = seat.shared.lock();
-        if let Some(next) = core.take_migration(seat.user, true) {
+        let mut core = binding.shared.lock();
+        if let Some(next) = core.take_migration(binding.user, true) {
             drop(core);
-            seat = next;
+            binding = next;
             continue;
         }
-        let result = act(&mut core, seat.user);
+        let result = act(&mut core, binding.user);
         drop(core);
-        return (seat, result);
+        return (binding, result);
     }
 }

@@ -55,21 +55,21 @@ impl VfioQueue {
         lease: &Arc<LeaseShare>,
         guard: Box<dyn Any + Send>,
     ) -> Self {
-        let room = usize::from(slots);
-        let whereabouts = CurrentQueuePair::new(&pair.shared);
-        let member = pair.shared.lock().join(NewQueuePairUser {
+        let capacity = usize::from(slots);
+        let current_pair = CurrentQueuePair::new(&pair.shared);
+        let user = pair.shared.lock().join(NewQueuePairUser {
             slots,
             lba_shift,
             lease: lease.clone(),
-            current_pair: whereabouts.clone(),
+            current_pair: current_pair.clone(),
         });
         Self {
             shared: pair.shared.clone(),
-            user: member,
-            staged: Vec::with_capacity(room),
+            user,
+            staged: Vec::with_capacity(capacity),
             outstanding: 0,
-            ready: Vec::with_capacity(room),
-            current_pair: whereabouts,
+            ready: Vec::with_capacity(capacity),
+            current_pair,
             migration: None,
             _guard: guard,
         }
@@ -121,14 +121,14 @@ impl VfioQueue {
             return;
         };
         if let Some(LeftoverCommands {
-            binding: seat,
+            binding,
             outstanding,
         }) = moving.next.take()
         {
             let left = LeftoverCommands {
                 binding: QueuePairBinding {
-                    shared: std::mem::replace(&mut self.shared, seat.shared),
-                    user: std::mem::replace(&mut self.user, seat.user),
+                    shared: std::mem::replace(&mut self.shared, binding.shared),
+                    user: std::mem::replace(&mut self.user, binding.user),
                 },
                 outstanding: std::mem::replace(&mut self.outstanding, outstanding),
             };
@@ -151,15 +151,15 @@ impl VfioQueue {
         let (ready, mut done) = (&mut self.ready, Vec::new());
         moving.left.retain_mut(
             |LeftoverCommands {
-                 binding: seat,
+                 binding,
                  outstanding,
              }| {
-                let mut core = seat.shared.lock();
+                let mut core = binding.shared.lock();
                 core.reap(&clock);
-                core.swap_done(seat.user, ready);
+                core.swap_done(binding.user, ready);
                 *outstanding -= ready.len() as u32;
                 if *outstanding == 0 {
-                    core.leave(seat.user);
+                    core.leave(binding.user);
                 }
                 done.append(ready);
                 *outstanding > 0
@@ -168,17 +168,17 @@ impl VfioQueue {
         if moving.left.is_empty() {
             self.migration = None;
         }
-        let mut seat = QueuePairBinding {
+        let mut binding = QueuePairBinding {
             shared: self.shared.clone(),
             user: self.user,
         };
         if self.outstanding > 0 {
-            seat.shared.lock().add_completions(seat.user, &done);
+            binding.shared.lock().add_completions(binding.user, &done);
         } else {
             // The queue may have migrated again while it had no commands.
-            (seat, ()) =
-                follow_migrations(seat, |core, member| core.add_completions(member, &done));
-            (self.shared, self.user) = (seat.shared, seat.user);
+            (binding, ()) =
+                follow_migrations(binding, |core, user| core.add_completions(user, &done));
+            (self.shared, self.user) = (binding.shared, binding.user);
         }
         self.outstanding += done.len() as u32;
     }
@@ -267,7 +267,7 @@ impl HostBatch for VfioBatch<'_> {
     fn ring(self, memory: HostMemory<'_>) {
         let Self {
             shared,
-            user: member,
+            user,
             staged,
             outstanding,
             migration: moving,
@@ -280,24 +280,24 @@ impl HostBatch for VfioBatch<'_> {
         }
         if !staged.is_empty() {
             let mut core = shared.lock();
-            if core.is_lender(member) {
+            if core.is_lender(user) {
                 drop(core);
                 recall_borrowers(shared);
                 core = shared.lock();
             }
-            if let Some(seat) = core.take_migration(member, *outstanding == 0) {
+            if let Some(binding) = core.take_migration(user, *outstanding == 0) {
                 drop(core);
                 let count = *outstanding + staged.len() as u32;
-                let (seat, ()) = follow_migrations(seat, |core, member| {
-                    core.enqueue(member, staged, count, memory, taken);
+                let (binding, ()) = follow_migrations(binding, |core, user| {
+                    core.enqueue(user, staged, count, memory, taken);
                 });
                 moving.get_or_insert_default().next = Some(LeftoverCommands {
-                    binding: seat,
+                    binding,
                     outstanding: staged.len() as u32,
                 });
             } else {
                 *outstanding += staged.len() as u32;
-                core.enqueue(member, staged, *outstanding, memory, taken);
+                core.enqueue(user, staged, *outstanding, memory, taken);
             }
             staged.clear();
         }
@@ -336,12 +336,8 @@ impl HostQueue for VfioQueue {
     }
 
     fn cut_short(&mut self) {
-        for QueuePairBinding {
-            shared,
-            user: member,
-        } in self.bindings()
-        {
-            shared.lock().cut_short(member);
+        for QueuePairBinding { shared, user } in self.bindings() {
+            shared.lock().cut_short(user);
         }
     }
 
@@ -366,21 +362,17 @@ impl HostQueue for VfioQueue {
 
 impl Drop for VfioQueue {
     fn drop(&mut self) {
-        for QueuePairBinding {
-            shared,
-            user: member,
-        } in self.bindings()
-        {
-            while !shared.lock().drop_waiting(member) {
+        for QueuePairBinding { shared, user } in self.bindings() {
+            while !shared.lock().drop_waiting(user) {
                 shared.lock().reap(Ticks::now);
                 clock::sleep(DRAIN_POLL_INTERVAL);
             }
             let mut core = shared.lock();
-            let next = core.take_migration(member, true);
-            core.leave(member);
+            let next = core.take_migration(user, true);
+            core.leave(user);
             drop(core);
-            if let Some(seat) = next {
-                follow_migrations(seat, QueuePairCore::leave);
+            if let Some(binding) = next {
+                follow_migrations(binding, QueuePairCore::leave);
             }
         }
     }

@@ -160,13 +160,13 @@ impl VfioQueuePairRings {
         self.sq.restart();
         self.cq.restart();
         (self.sq_rung, self.cq_rung) = (0, 0);
-        for (bell, doorbell) in [
+        for (writer, doorbell) in [
             (&mut self.sq_doorbell, doorbells.sq_tail),
             (&mut self.cq_doorbell, doorbells.cq_head),
         ] {
-            let saved = bell.saved_writes;
-            *bell = DoorbellWriter::new(doorbell);
-            bell.saved_writes = saved;
+            let saved = writer.saved_writes;
+            *writer = DoorbellWriter::new(doorbell);
+            writer.saved_writes = saved;
         }
     }
 }

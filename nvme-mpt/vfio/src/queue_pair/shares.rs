@@ -41,8 +41,8 @@ pub(super) struct WeightedShares {
 impl WeightedShares {
     /// Computes the limits of the busy owners until the next survey. `done` is the number of bytes that the drive has completed
     /// since the last survey. `is_slow` is true if commands take noticeably long.
-    pub(super) fn divide_limits(&mut self, tenants: &mut [OwnerShare], done: u64, is_slow: bool) {
-        let got: u64 = tenants.iter().map(|tenant| tenant.received_bytes).sum();
+    pub(super) fn divide_limits(&mut self, owners: &mut [OwnerShare], done: u64, is_slow: bool) {
+        let got: u64 = owners.iter().map(|owner| owner.received_bytes).sum();
         // If commands went to the drive directly before, their completions are not counted. Then `done` is too small to judge
         // by.
         if done < got / 2 {
@@ -51,8 +51,8 @@ impl WeightedShares {
         // Bytes that fill a deep queue do not show the drive's throughput, and a drive that empties such a queue is not
         // idle.
         let all = done;
-        let weights: u64 = tenants.iter().map(|tenant| tenant.weight).sum();
-        if tenants.iter().all(|tenant| tenant.limit.is_none()) {
+        let weights: u64 = owners.iter().map(|owner| owner.weight).sum();
+        if owners.iter().all(|owner| owner.limit.is_none()) {
             self.capacity_bytes -= self.capacity_bytes / 16;
         }
         self.smoothed_bytes = match self.smoothed_bytes {
@@ -63,16 +63,16 @@ impl WeightedShares {
         self.capacity_bytes = self.capacity_bytes - self.capacity_bytes / 64;
         self.capacity_bytes = self.capacity_bytes.max(all);
         let most = self.capacity_bytes;
-        let due = |tenant: &OwnerShare| scale(most, tenant.weight, weights);
+        let due = |owner: &OwnerShare| scale(most, owner.weight, weights);
         let is_idle = !is_slow || all < most - most / 8;
-        let is_short = |tenant: &OwnerShare| {
-            let due = due(tenant);
-            tenant.has_demand && tenant.limit.is_none() && tenant.received_bytes < due - due / 64
+        let is_short = |owner: &OwnerShare| {
+            let due = due(owner);
+            owner.has_demand && owner.limit.is_none() && owner.received_bytes < due - due / 64
         };
-        let is_any_short = tenants.iter().any(is_short);
-        for tenant in tenants {
-            let (due, got) = (due(tenant), tenant.received_bytes);
-            tenant.limit = match tenant.limit {
+        let is_any_short = owners.iter().any(is_short);
+        for owner in owners {
+            let (due, got) = (due(owner), owner.received_bytes);
+            owner.limit = match owner.limit {
                 Some(limit) if is_idle => Some(limit + limit / 4),
                 Some(limit) if got < due => Some(scale(limit, due, got).min(limit + limit / 8)),
                 limit if is_any_short && !is_idle && got > due => {
@@ -83,8 +83,8 @@ impl WeightedShares {
             };
             // A limit of at least the drive's capacity is dropped, because an owner with a limit does not count as one that
             // gets too little.
-            let limit = tenant.limit.filter(|limit| *limit < most);
-            tenant.limit = limit.map(|limit| limit.max(LIMIT_MIN));
+            let limit = owner.limit.filter(|limit| *limit < most);
+            owner.limit = limit.map(|limit| limit.max(LIMIT_MIN));
         }
     }
 
@@ -115,14 +115,14 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_limits_nothing_ends_and_lets_its_tenant_be_short() {
+    fn a_limit_that_limits_nothing_ends_and_lets_its_owner_be_short() {
         let mut shares = WeightedShares::default();
         let mut both = owners([1, 1]);
         // The first lease floods the drive, and gets a limit.
         for _ in 0..100 {
             let first = both[0].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
             (both[0].received_bytes, both[1].received_bytes) = (first, ALL - first);
-            let done = both.iter().map(|tenant| tenant.received_bytes).sum();
+            let done = both.iter().map(|owner| owner.received_bytes).sum();
             shares.divide_limits(&mut both, done, true);
         }
         assert!(
@@ -133,7 +133,7 @@ mod tests {
         for _ in 0..2_000 {
             let second = both[1].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
             (both[0].received_bytes, both[1].received_bytes) = (ALL - second, second);
-            let done = both.iter().map(|tenant| tenant.received_bytes).sum();
+            let done = both.iter().map(|owner| owner.received_bytes).sum();
             shares.divide_limits(&mut both, done, true);
         }
         assert!(
@@ -151,16 +151,16 @@ mod tests {
         for _ in 0..100 {
             let first = both[0].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
             (both[0].received_bytes, both[1].received_bytes) = (first, ALL - first);
-            let done = both.iter().map(|tenant| tenant.received_bytes).sum();
+            let done = both.iter().map(|owner| owner.received_bytes).sum();
             shares.divide_limits(&mut both, done, true);
         }
-        let mut looks = 0;
+        let mut intervals = 0;
         while let Some(limit) = both[0].limit {
             (both[0].received_bytes, both[1].received_bytes) = (limit, ALL / 2);
-            let done = both.iter().map(|tenant| tenant.received_bytes).sum();
+            let done = both.iter().map(|owner| owner.received_bytes).sum();
             shares.divide_limits(&mut both, done, false);
-            looks += 1;
-            assert!(looks < 20, "{both:?}");
+            intervals += 1;
+            assert!(intervals < 20, "{both:?}");
         }
     }
 
@@ -168,14 +168,18 @@ mod tests {
     fn bytes_that_fill_a_deep_queue_are_not_done() {
         let mut shares = WeightedShares::default();
         let mut both = owners([1, 1]);
-        let mut looks = 0;
+        let mut intervals = 0;
         while both[0].limit.is_none_or(|limit| limit > ALL * 6 / 10) {
             // The first lease fills its queue, and keeps it full.
-            let first = if looks == 0 { 10 * ALL } else { ALL * 9 / 10 };
+            let first = if intervals == 0 {
+                10 * ALL
+            } else {
+                ALL * 9 / 10
+            };
             (both[0].received_bytes, both[1].received_bytes) = (first, ALL / 10);
             shares.divide_limits(&mut both, ALL, true);
-            looks += 1;
-            assert!(looks < 10, "{both:?}");
+            intervals += 1;
+            assert!(intervals < 10, "{both:?}");
         }
     }
 
@@ -194,15 +198,15 @@ mod tests {
             let mut shares = WeightedShares::default();
             let mut both = owners([1, 1]);
             let mut sums = [0, 0];
-            for look in 0..400 {
+            for interval in 0..400 {
                 let all = ALL * percent() / 100;
                 // The first lease has more queues, and so gets more.
                 let first = both[0].limit.unwrap_or(ALL).min(all * 84 / 100);
                 (both[0].received_bytes, both[1].received_bytes) = (first, all - first);
-                if look >= 100 {
+                if interval >= 100 {
                     sums = [sums[0] + first, sums[1] + all - first];
                 }
-                let done = both.iter().map(|tenant| tenant.received_bytes).sum();
+                let done = both.iter().map(|owner| owner.received_bytes).sum();
                 shares.divide_limits(&mut both, done, true);
             }
             let second = sums[1] * 100 / (sums[0] + sums[1]);

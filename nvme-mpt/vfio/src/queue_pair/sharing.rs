@@ -19,10 +19,10 @@ struct QueuePairUserActivity {
 }
 
 impl QueuePairUserActivity {
-    fn record(&mut self, member: u16, now: Ticks) {
-        if self.last_user != member {
+    fn record(&mut self, user: u16, now: Ticks) {
+        if self.last_user != user {
             self.other_seen = self.last_seen;
-            self.last_user = member;
+            self.last_user = user;
         }
         self.last_seen = now;
     }
@@ -80,8 +80,8 @@ impl QueuePairSharing {
     }
 
     /// Records that a user has submitted a command, which is light or heavy.
-    pub(super) fn on_command_arrived(&mut self, member: u16, is_light: bool, now: Ticks) {
-        self.activity.record(member, now);
+    pub(super) fn on_command_arrived(&mut self, user: u16, is_light: bool, now: Ticks) {
+        self.activity.record(user, now);
         if is_light {
             self.governor.on_light_arrived(now);
         }

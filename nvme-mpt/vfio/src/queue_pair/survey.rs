@@ -108,12 +108,12 @@ impl SurveyedOwner {
     }
 
     /// Returns the owner's use of the drive and its limit. The bytes that it got in `elapsed` ticks are scaled to an interval
-    /// of `look` ticks.
-    fn owner_share(&self, look: u64, elapsed: u64) -> OwnerShare {
+    /// of `interval` ticks.
+    fn owner_share(&self, interval: u64, elapsed: u64) -> OwnerShare {
         let got = self.lease.dispatched_bytes().saturating_sub(self.bytes);
         OwnerShare {
             weight: self.lease.weight(),
-            received_bytes: scale(got, look, elapsed),
+            received_bytes: scale(got, interval, elapsed),
             has_demand: self.has_demand(),
             limit: self.limit,
         }
@@ -240,22 +240,18 @@ impl DriveSurvey {
             user.surveys_left = user.surveys_left.saturating_sub(1);
             user.busy_surveys_left = user.busy_surveys_left.saturating_sub(1);
         }
-        for tenant in &self.owners {
-            let busy_looks = if tenant.has_demand() {
-                CLASS_SURVEYS
-            } else {
-                0
-            };
+        for owner in &self.owners {
+            let busy_looks = if owner.has_demand() { CLASS_SURVEYS } else { 0 };
             let mut known = self.class_users.iter_mut();
-            match known.find(|user| Arc::ptr_eq(&user.lease, &tenant.lease)) {
+            match known.find(|user| Arc::ptr_eq(&user.lease, &owner.lease)) {
                 Some(user) => {
-                    user.queues = tenant.queues_by_class;
+                    user.queues = owner.queues_by_class;
                     user.surveys_left = CLASS_SURVEYS;
                     user.busy_surveys_left = user.busy_surveys_left.max(busy_looks);
                 }
                 None => self.class_users.push(ClassUser {
-                    lease: tenant.lease.clone(),
-                    queues: tenant.queues_by_class,
+                    lease: owner.lease.clone(),
+                    queues: owner.queues_by_class,
                     surveys_left: CLASS_SURVEYS,
                     busy_surveys_left: busy_looks,
                 }),
@@ -276,8 +272,8 @@ impl DriveSurvey {
                 continue;
             }
             let mut known = self.owners.iter_mut();
-            match known.find(|tenant| Arc::ptr_eq(&tenant.lease, &old.lease)) {
-                Some(tenant) => tenant.busy_surveys_left = busy_looks,
+            match known.find(|owner| Arc::ptr_eq(&owner.lease, &old.lease)) {
+                Some(owner) => owner.busy_surveys_left = busy_looks,
                 None => self.owners.push(SurveyedOwner {
                     lease: old.lease.clone(),
                     outstanding: 0,
@@ -304,49 +300,49 @@ impl DriveSurvey {
                 governor.end_weight_limits();
                 self.shares.forget();
             }
-            for tenant in self.previous_owners.iter().chain(&self.owners) {
-                tenant.lease.set_byte_limit(None);
+            for owner in self.previous_owners.iter().chain(&self.owners) {
+                owner.lease.set_byte_limit(None);
             }
             return;
         }
-        let mut former = std::mem::take(&mut self.previous_owners);
+        let mut previous = std::mem::take(&mut self.previous_owners);
         // With a quiet owner, the drive has another throughput than without one. So the estimate and the limits start anew.
         let has_light = governor.is_light_active(now);
         if std::mem::replace(&mut self.had_light, has_light) != has_light {
             self.shares.forget();
-            former.iter_mut().for_each(|tenant| tenant.limit = None);
+            previous.iter_mut().for_each(|owner| owner.limit = None);
         }
-        for old in &former {
-            let mut tenants = self.owners.iter_mut();
-            match tenants.find(|tenant| Arc::ptr_eq(&tenant.lease, &old.lease)) {
-                Some(tenant) => {
-                    tenant.bytes = old.bytes;
-                    tenant.limit = old.limit.filter(|_| tenant.is_busy());
+        for old in &previous {
+            let mut owners = self.owners.iter_mut();
+            match owners.find(|owner| Arc::ptr_eq(&owner.lease, &old.lease)) {
+                Some(owner) => {
+                    owner.bytes = old.bytes;
+                    owner.limit = old.limit.filter(|_| owner.is_busy());
                 }
                 None => old.lease.set_byte_limit(None),
             }
         }
-        self.previous_owners = former;
+        self.previous_owners = previous;
         // While a light user is active, busy owners' commands wait in front of the drive, so the drive counts as slow.
         let is_slow = self.is_slow(elapsed) || has_light;
-        let tenants = self.owners.iter_mut();
-        let mut busy: Vec<_> = tenants.filter(|tenant| tenant.is_busy()).collect();
+        let owners = self.owners.iter_mut();
+        let mut busy: Vec<_> = owners.filter(|owner| owner.is_busy()).collect();
         let mut portions: Vec<_> = busy
             .iter()
-            .map(|tenant| tenant.owner_share(self.interval_ticks, elapsed))
+            .map(|owner| owner.owner_share(self.interval_ticks, elapsed))
             .collect();
         if std::mem::replace(&mut self.is_weighed, true) {
             let done = scale(self.completed_bytes, self.interval_ticks, elapsed);
             self.shares.divide_limits(&mut portions, done, is_slow);
         }
-        for (tenant, portion) in busy.iter_mut().zip(portions) {
-            tenant.limit = portion.limit;
+        for (owner, portion) in busy.iter_mut().zip(portions) {
+            owner.limit = portion.limit;
         }
-        for tenant in &mut self.owners {
-            tenant.bytes = tenant.lease.dispatched_bytes();
-            tenant
+        for owner in &mut self.owners {
+            owner.bytes = owner.lease.dispatched_bytes();
+            owner
                 .lease
-                .set_byte_limit(tenant.limit.filter(|_| tenant.is_busy()));
+                .set_byte_limit(owner.limit.filter(|_| owner.is_busy()));
         }
         governor.limit_by_weight(now);
     }
@@ -382,14 +378,14 @@ impl DriveSurvey {
                 .for_each(|pair| pair.shared.lock().limit_heavy_bytes(None));
             return;
         };
-        let weights = self.owners.iter().map(|tenant| tenant.lease.weight());
+        let weights = self.owners.iter().map(|owner| owner.lease.weight());
         let weights: u64 = weights.sum();
         for pair in pairs {
             let mut core = pair.shared.lock();
-            let parts = core.staying_users().filter_map(|(_, member)| {
-                let of = |tenant: &&SurveyedOwner| Arc::ptr_eq(&tenant.lease, &member.queue.lease);
-                let tenant = self.owners.iter().find(of)?;
-                Some(tenant.lease.weight() as f64 / tenant.queues.max(1) as f64)
+            let parts = core.staying_users().filter_map(|(_, user)| {
+                let of = |owner: &&SurveyedOwner| Arc::ptr_eq(&owner.lease, &user.queue.lease);
+                let owner = self.owners.iter().find(of)?;
+                Some(owner.lease.weight() as f64 / owner.queues.max(1) as f64)
             });
             let part: f64 = parts.sum();
             let bytes = match part > 0.0 {
@@ -414,20 +410,20 @@ impl DriveSurvey {
         self.submitted_commands += commands;
         self.inflight_commands += in_flight;
         self.direct_commands += core.direct_count() as u64;
-        let (landed, heavy) = core.take_heavy_bytes();
-        self.completed_bytes += landed;
+        let (completed_bytes, heavy) = core.take_heavy_bytes();
+        self.completed_bytes += completed_bytes;
         self.inflight_bytes += heavy;
         self.used_pairs += usize::from(core.user_count() > 0);
         self.is_full |= core.is_full();
         let is_lone = core.user_count() == 1;
-        for (_, member) in core.staying_users() {
-            let counted = member.counted();
+        for (_, user) in core.staying_users() {
+            let counted = user.counted();
             let (outstanding, is_active) = match is_lone {
                 true => (counted.max(in_flight as u32), commands > 0 || in_flight > 0),
-                false => (counted, now.since(member.last_batch) <= elapsed),
+                false => (counted, now.since(user.last_batch) <= elapsed),
             };
             if is_active || outstanding > 0 {
-                self.add_user(&member.queue.lease, priority, outstanding);
+                self.add_user(&user.queue.lease, priority, outstanding);
             }
         }
     }
@@ -435,11 +431,11 @@ impl DriveSurvey {
     fn add_user(&mut self, lease: &Arc<LeaseShare>, priority: QueuePriority, outstanding: u32) {
         let in_classes = PRIORITY_CLASSES.map(|class| u64::from(class == priority));
         let mut known = self.owners.iter_mut();
-        match known.find(|tenant| Arc::ptr_eq(&tenant.lease, lease)) {
-            Some(tenant) => {
-                tenant.outstanding = tenant.outstanding.saturating_add(outstanding);
-                tenant.queues += 1;
-                for (class, one) in tenant.queues_by_class.iter_mut().zip(in_classes) {
+        match known.find(|owner| Arc::ptr_eq(&owner.lease, lease)) {
+            Some(owner) => {
+                owner.outstanding = owner.outstanding.saturating_add(outstanding);
+                owner.queues += 1;
+                for (class, one) in owner.queues_by_class.iter_mut().zip(in_classes) {
                     *class += one;
                 }
             }

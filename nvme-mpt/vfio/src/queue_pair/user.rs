@@ -51,7 +51,7 @@ pub(super) struct QueuePairUser {
     /// True while the user migrates to another pair. The user leaves this pair when its last command here has completed.
     pub(super) is_migrating: bool,
     /// Home pair of the queue, while the queue borrows this pair.
-    pub(super) home: Option<Weak<QueuePairInner>>,
+    pub(super) lender: Option<Weak<QueuePairInner>>,
     /// Time of the queue's last batch that went through arbitration.
     pub(super) last_batch: Ticks,
     /// Time at which a command of the user last went to the drive while the drive was weighed.
@@ -70,21 +70,21 @@ impl QueuePairUser {
         let NewQueuePairUser {
             slots, lba_shift, ..
         } = queue;
-        let room = usize::from(slots);
+        let capacity = usize::from(slots);
         let is_split = max_transfer < PARENT_BYTES_MAX;
         let revoked = queue.lease.is_revoked();
         Self {
             whole_limit: UnsplitLimit::new(max_transfer, lba_shift),
             direct_limit: UnsplitLimit::new(max_transfer, lba_shift),
-            waiting: VecDeque::with_capacity(room),
-            done: Vec::with_capacity(room),
+            waiting: VecDeque::with_capacity(capacity),
+            done: Vec::with_capacity(capacity),
             is_in_lights: false,
             is_held_back: false,
             heavy_until: Ticks::default(),
             splits: is_split.then(|| SplitCommands::new(slots, max_transfer, lba_shift)),
             queue,
             is_migrating: false,
-            home: None,
+            lender: None,
             last_batch: Ticks::default(),
             weighed_at: Ticks::default(),
             is_revoked: revoked,

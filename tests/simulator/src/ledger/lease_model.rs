@@ -42,10 +42,10 @@ impl Request {
     }
 
     /// Returns whether the request includes `cell`, with this policy for previous data.
-    fn covers_with_policy(&self, cell: usize, fate: PreviousDataPolicy) -> bool {
+    fn covers_with_policy(&self, cell: usize, policy: PreviousDataPolicy) -> bool {
         match self.wanted {
             RequestedBytes::Range(range) => {
-                self.previous_data == fate && cells_of(&[range]).contains(&cell)
+                self.previous_data == policy && cells_of(&[range]).contains(&cell)
             }
             RequestedBytes::Size { .. } => false,
         }
@@ -231,12 +231,12 @@ impl LeaseModel {
         }
         let number = state.next;
         state.next += 1;
-        let moves = state.change_counts[id];
+        let changes = state.change_counts[id];
         let open = OpenOperation {
             process: process(),
             id,
             operation: doing,
-            change_count: moves,
+            change_count: changes,
             before,
             decisions: (false, false),
         };
@@ -388,15 +388,15 @@ impl LeaseModel {
     /// Records the start of a listing of the ledger.
     pub(super) fn begin_listing(&self) -> ListingStart {
         let state = self.state();
-        let moves = |id| (!state.is_moving(id)).then_some(state.change_counts[id]);
-        ListingStart(std::array::from_fn(moves))
+        let changes = |id| (!state.is_moving(id)).then_some(state.change_counts[id]);
+        ListingStart(std::array::from_fn(changes))
     }
 
     /// Checks a list of leases. For the ids in `named`, it must show the calling process as the holder.
-    pub(super) fn judge_list(&self, look: &ListingStart, entries: &[LeaseEntry], named: &[Id]) {
+    pub(super) fn judge_list(&self, listing: &ListingStart, entries: &[LeaseEntry], named: &[Id]) {
         let state = self.state();
-        for (id, moves) in look.0.into_iter().enumerate() {
-            if moves != Some(state.change_counts[id]) {
+        for (id, changes) in listing.0.into_iter().enumerate() {
+            if changes != Some(state.change_counts[id]) {
                 continue;
             }
             let name = IDS[id];
@@ -519,9 +519,9 @@ impl State {
                 }
                 continue;
             }
-            let is_kept = by.covers_with_policy(number, PreviousDataPolicy::Kept);
+            let keeps_data = by.covers_with_policy(number, PreviousDataPolicy::Kept);
             let was_wiping = self.current[number].is_wiping;
-            if was_wiping && !is_kept {
+            if was_wiping && !keeps_data {
                 let data = self.current[number].data;
                 assert_eq!(data, None, "the wipe of cell {number} is forgotten");
             }
@@ -540,7 +540,7 @@ impl State {
                         (cell.is_given_up, cell.may_be_wiped) = decided;
                     }
                     // From now on, the lease's id may use this data of another id as its own.
-                    Some(_) if is_seen || is_kept => {
+                    Some(_) if is_seen || keeps_data => {
                         (cell.is_given_up, cell.may_be_wiped) = (true, true)
                     }
                     _ => {}
@@ -655,11 +655,11 @@ impl State {
         let OpenOperation {
             id,
             operation: doing,
-            change_count: moves,
+            change_count: changes,
             before,
             ..
         } = open;
-        let is_alone = self.change_counts[id] == moves && !self.is_moving(id);
+        let is_alone = self.change_counts[id] == changes && !self.is_moving(id);
         self.change_counts[id] += 1;
         match (doing, outcome) {
             (LedgerOperation::Acquire(request), Outcome::Refused) => {
@@ -693,8 +693,8 @@ impl State {
                     }
                 }
             }
-            (LedgerOperation::Decide(fate), Outcome::Done | Outcome::Unknown) => {
-                self.apply_decision(id, fate)
+            (LedgerOperation::Decide(policy), Outcome::Done | Outcome::Unknown) => {
+                self.apply_decision(id, policy)
             }
             (LedgerOperation::Grow, Outcome::Refused) => self.restore(id, before),
             (LedgerOperation::Truncate(_), Outcome::Refused) => self.restore(id, before),
@@ -770,8 +770,8 @@ impl State {
         }
     }
 
-    fn apply_decision(&mut self, id: Id, fate: PreviousDataPolicy) {
-        let gives_up = fate == PreviousDataPolicy::Kept;
+    fn apply_decision(&mut self, id: Id, policy: PreviousDataPolicy) {
+        let gives_up = policy == PreviousDataPolicy::Kept;
         for cell in self.current.iter_mut().chain(&mut self.durable) {
             if cell.data.is_some_and(|data| data.id == id) {
                 cell.may_be_wiped = true;

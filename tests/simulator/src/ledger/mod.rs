@@ -27,7 +27,7 @@ use server::Server;
 struct World {
     model: LeaseModel,
     /// Directory of the ledger.
-    folder: PathBuf,
+    dir: PathBuf,
     /// True if the disk has errors at times.
     has_faulty_disk: bool,
     slots: Mutex<Vec<ProcessSlot>>,
@@ -49,11 +49,11 @@ impl World {
 
     /// Checks the ledger, at a time when no process changes it.
     fn check(&self) {
-        let ledger = Ledger::open(&self.folder);
-        let look = self.model.begin_listing();
+        let ledger = Ledger::open(&self.dir);
+        let listing = self.model.begin_listing();
         let entries = ledger.list();
         let entries = entries.unwrap_or_else(|error| panic!("no ledger: {error}"));
-        self.model.judge_list(&look, &entries, &[]);
+        self.model.judge_list(&listing, &entries, &[]);
     }
 }
 
@@ -62,18 +62,18 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let engine = Engine::of_thread().expect("a scheduler");
     let fails = !less.no_trouble && rng.below(4) == 0;
     files::format(if fails { 20 + rng.below(100) } else { 0 });
-    let folder = ["/state", "/var/lib/nvme-mpt"][rng.below(2) as usize];
+    let dir = ["/state", "/var/lib/nvme-mpt"][rng.below(2) as usize];
     let seats = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX)) as usize;
     let world = Arc::new(World {
         model: LeaseModel::default(),
-        folder: folder.into(),
+        dir: dir.into(),
         has_faulty_disk: fails,
         slots: Mutex::new(vec![ProcessSlot::default(); seats]),
     });
-    let start = |seat: usize, rng: &mut Rng| {
+    let start = |index: usize, rng: &mut Rng| {
         let (world, rng) = (world.clone(), Rng::new(rng.next_u64()));
-        engine.start_process(&format!("server-{seat}"), move || {
-            Server::new(world, seat, rng).run_until_end();
+        engine.start_process(&format!("server-{index}"), move || {
+            Server::new(world, index, rng).run_until_end();
         })
     };
     let kill = |process: Process| {
@@ -81,12 +81,12 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
         engine.kill(process);
         world.model.record_death(number);
     };
-    let mut servers: Vec<Process> = (0..seats).map(|seat| start(seat, rng)).collect();
+    let mut servers: Vec<Process> = (0..seats).map(|index| start(index, rng)).collect();
     let rounds = (40 + rng.below(80)).min(less.rounds.unwrap_or(u64::MAX));
     for _ in 0..rounds {
         let enough = world.model.operation_count() + rng.below(10);
-        let patience = clock::monotonic() + Duration::from_millis(5);
-        while world.model.operation_count() < enough && clock::monotonic() < patience {
+        let deadline = clock::monotonic() + Duration::from_millis(5);
+        while world.model.operation_count() < enough && clock::monotonic() < deadline {
             clock::sleep(Duration::from_micros(50));
         }
         let bits = 6 + rng.below(14);
@@ -97,18 +97,18 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
                 files::crash();
                 world.model.crash(rng);
                 world.check();
-                servers.extend((0..seats).map(|seat| start(seat, rng)));
+                servers.extend((0..seats).map(|index| start(index, rng)));
             }
             3..7 => {
-                let seat = rng.below(seats as u64) as usize;
-                let next = start(seat, rng);
-                kill(std::mem::replace(&mut servers[seat], next));
+                let index = rng.below(seats as u64) as usize;
+                let next = start(index, rng);
+                kill(std::mem::replace(&mut servers[index], next));
             }
             _ => {}
         }
-        for (seat, server) in servers.iter_mut().enumerate() {
-            if std::mem::take(&mut world.slots()[seat].has_ended) {
-                let next = start(seat, rng);
+        for (index, server) in servers.iter_mut().enumerate() {
+            if std::mem::take(&mut world.slots()[index].has_ended) {
+                let next = start(index, rng);
                 kill(std::mem::replace(server, next));
             }
         }

@@ -41,15 +41,15 @@ pub(super) struct Server {
 }
 
 impl Server {
-    pub(super) fn new(world: Arc<World>, seat: usize, rng: Rng) -> Self {
+    pub(super) fn new(world: Arc<World>, index: usize, rng: Rng) -> Self {
         let cells = CellStore(world.model.clone());
         let controller = SoftwareController::new(cells, LBA_SHIFT);
         let drive = Drive::new("simulated", Arc::new(controller), None);
         Self {
-            ledger: Ledger::open(&world.folder),
+            ledger: Ledger::open(&world.dir),
             drive: drive.expect("a namespace"),
             world,
-            slot: seat,
+            slot: index,
             rng,
             held: Vec::new(),
         }
@@ -58,7 +58,7 @@ impl Server {
     /// Runs until the process is killed, or ends normally.
     pub(super) fn run_until_end(mut self) {
         let is_over = Arc::new(AtomicBool::new(false));
-        let clerk = self.start_ledger_writer(&is_over);
+        let writer = self.start_ledger_writer(&is_over);
         let had = std::mem::take(&mut self.world.slots()[self.slot].requests);
         for request in had {
             if self.rng.below(8) > 0 {
@@ -76,7 +76,7 @@ impl Server {
         while !self.held.is_empty() {
             self.return_lease(0);
         }
-        let _ended = clerk.join();
+        let _ended = writer.join();
         self.world.slots()[self.slot].has_ended = true;
     }
 
@@ -92,7 +92,7 @@ impl Server {
                 }
             }
         };
-        start_thread("clerk", work).expect("an actor")
+        start_thread("ledger-writer", work).expect("an actor")
     }
 
     fn below(&mut self, bound: usize) -> usize {
@@ -158,17 +158,17 @@ impl Server {
         let Request {
             id,
             wanted,
-            previous_data: fate,
+            previous_data: policy,
             owner,
         } = request;
-        let asked = LeaseRequest {
+        let lease_request = LeaseRequest {
             id: IDS[id],
             drive: self.drive.identity(),
             nsid: self.drive.namespace().nsid,
             wanted,
             lba_shift: LBA_SHIFT,
             blocks: self.drive.blocks(),
-            previous_data: fate,
+            previous_data: policy,
         };
         let claim = owner.map_or(LeaseClaim::Operator, LeaseClaim::ForUser);
         // Recorded first: if this process dies before it learns of the lease, the next process requests it nevertheless.
@@ -177,7 +177,7 @@ impl Server {
             .world
             .model
             .begin(id, LedgerOperation::Acquire(request));
-        match self.ledger.acquire_with_claim(claim, &asked) {
+        match self.ledger.acquire_with_claim(claim, &lease_request) {
             Ok(lease) => {
                 self.world.model.record_grant(token, LeaseFacts::of(&lease));
                 self.held.push(HeldLease { request, lease });
@@ -302,9 +302,9 @@ impl Server {
 
     /// Lists all leases, and checks the list.
     fn list_leases(&self, named: &[Id]) {
-        let look = self.world.model.begin_listing();
+        let listing = self.world.model.begin_listing();
         match self.ledger.list() {
-            Ok(entries) => self.world.model.judge_list(&look, &entries, named),
+            Ok(entries) => self.world.model.judge_list(&listing, &entries, named),
             Err(error) => panic!("no list: {error}"),
         }
     }
@@ -332,13 +332,13 @@ impl Server {
     /// Decides about the data of an id, as an operator may.
     fn decide(&mut self) {
         let id = self.below(IDS.len());
-        let fate = [
+        let policy = [
             PreviousDataPolicy::Kept,
             PreviousDataPolicy::Wiped,
             PreviousDataPolicy::Wiped,
         ][self.below(3)];
-        let token = self.world.model.begin(id, LedgerOperation::Decide(fate));
-        let outcome = self.result_outcome(self.ledger.decide_data(IDS[id], fate));
+        let token = self.world.model.begin(id, LedgerOperation::Decide(policy));
+        let outcome = self.result_outcome(self.ledger.decide_data(IDS[id], policy));
         self.world.model.end(token, outcome);
     }
 

@@ -122,12 +122,12 @@ impl World {
 
     /// Returns whether the guests of all VMMs have created their queues.
     fn have_all_queues(&self) -> bool {
-        let works = |seat: &LeasedVmm| seat.vmm().guest.has_queues.load(Ordering::Relaxed);
+        let works = |slot: &LeasedVmm| slot.vmm().guest.has_queues.load(Ordering::Relaxed);
         self.slots.iter().all(works)
     }
 
     fn has_ended(&self) -> bool {
-        self.slots.iter().all(|seat| seat.vmm().has_ended)
+        self.slots.iter().all(|slot| slot.vmm().has_ended)
     }
 }
 
@@ -253,8 +253,8 @@ impl FaultDriver<'_> {
     /// Waits until the processes have exchanged some messages, but at most 12 ms. Then waits for a short random time.
     fn wait(&mut self) {
         let enough = sockets::sends() + self.rng.below(40);
-        let patience = clock::monotonic() + Duration::from_millis(12);
-        while sockets::sends() < enough && clock::monotonic() < patience {
+        let deadline = clock::monotonic() + Duration::from_millis(12);
+        while sockets::sends() < enough && clock::monotonic() < deadline {
             clock::sleep(Duration::from_micros(20));
         }
         self.sleep_randomly(16);
@@ -266,8 +266,8 @@ impl FaultDriver<'_> {
         let number = world.servers.load(Ordering::Relaxed);
         let set = |number| {
             let seats = world.slots.iter();
-            seats.for_each(|seat| {
-                seat.vmm()
+            seats.for_each(|slot| {
+                slot.vmm()
                     .guest
                     .killed_server
                     .store(number, Ordering::Relaxed)
@@ -311,7 +311,7 @@ impl FaultDriver<'_> {
     fn run(mut self) {
         let world = self.world.clone();
         // A listener that accepts no VMM, and that all VMMs try first.
-        let silent = (self.rng.below(12) == 0).then(|| {
+        let idle = (self.rng.below(12) == 0).then(|| {
             self.engine.start_process("silent", || {
                 let _listener = sockets::SimulatedListener::bind(&socket(0));
                 clock::sleep(Duration::from_secs(1 << 30));
@@ -338,14 +338,14 @@ impl FaultDriver<'_> {
                 }
                 11..14 => {
                     let number = self.rng.below(vmms.len() as u64) as usize;
-                    let seat = &world.slots[number];
-                    if !seat.vmm().has_ended {
+                    let slot = &world.slots[number];
+                    if !slot.vmm().has_ended {
                         let next = Vmm::new();
-                        let vmm = std::mem::replace(&mut *seat.vmm(), next);
+                        let vmm = std::mem::replace(&mut *slot.vmm(), next);
                         // The next VMM may start before the server has noticed the death of its predecessor.
                         let next = self.start_vmm(number);
                         self.engine.kill(std::mem::replace(&mut vmms[number], next));
-                        seat.ended_guests().push(vmm.memory);
+                        slot.ended_guests().push(vmm.memory);
                     }
                 }
                 14.. if self.remaining_stalls > 0 && world.have_all_queues() => {
@@ -367,8 +367,8 @@ impl FaultDriver<'_> {
             assert_eq!(sockets::unread(), 0, "a server said what it was not asked");
         }
         self.end(server);
-        if let Some(silent) = silent {
-            self.engine.kill(silent);
+        if let Some(idle) = idle {
+            self.engine.kill(idle);
         }
         assert_eq!(sockets::open(), (0, 0), "connections and servers are left");
     }
@@ -384,12 +384,12 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     files::format(0);
     sockets::clear();
     let world = Arc::new(World::new(less, rng));
-    let fate = FaultDriver {
+    let fault_driver = FaultDriver {
         engine: Engine::of_thread().expect("a scheduler"),
         remaining_stalls: if world.has_stalls { 2 } else { 0 },
         stalled_until: Duration::ZERO,
         world,
         rng,
     };
-    fate.run();
+    fault_driver.run();
 }

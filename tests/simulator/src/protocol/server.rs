@@ -91,7 +91,7 @@ impl ServerState {
 
     /// Starts a session with a VMM.
     fn begin(self: &Arc<Self>, number: u64, stream: Stream) {
-        let kept = stream.try_clone().expect("a socket");
+        let stream_copy = stream.try_clone().expect("a socket");
         let session = LeaseSession::new(stream).expect("a socket");
         let table = self.clone();
         let work = move || {
@@ -108,7 +108,7 @@ impl ServerState {
         let mut sessions = self.sessions();
         let thread = start_thread("lease", work).expect("an actor");
         let connection = Connection {
-            stream: kept,
+            stream: stream_copy,
             thread: Some(thread),
         };
         sessions.insert(number, connection);
@@ -165,18 +165,18 @@ impl ServerState {
         number: usize,
         parts: SharedBackendPartsSource,
     ) -> Arc<LocalBackend> {
-        let seat = &self.world.slots[number];
-        let doorbells = seat.persona.doorbells();
+        let slot = &self.world.slots[number];
+        let doorbells = slot.persona.doorbells();
         let lease = self.lease(number);
-        let config = config(&self.drive, lease, doorbells, seat.policy, &self.pollers);
-        let attachment = LocalBackend::with_parts(config, parts);
-        let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
-        let attachment = Arc::new(attachment);
+        let config = config(&self.drive, lease, doorbells, slot.policy, &self.pollers);
+        let local_backend = LocalBackend::with_parts(config, parts);
+        let local_backend = local_backend.unwrap_or_else(|error| panic!("no attachment: {error}"));
+        let local_backend = Arc::new(local_backend);
         *self.world.served_lease(number) = LeaseAssignment {
             server: self.number,
-            local_backend: Arc::downgrade(&attachment),
+            local_backend: Arc::downgrade(&local_backend),
         };
-        attachment
+        local_backend
     }
 }
 
@@ -196,8 +196,8 @@ impl LeaseSource for ServerState {
             Some(parts) => SharedBackendPartsSource::Persisted(parts, EventReader::Trusted),
             None => SharedBackendPartsSource::Outliving(EventReader::Trusted),
         };
-        let attachment: Arc<dyn ControllerBackend> = self.open_local_backend(number, parts);
-        LeaseAdmission::Attached(attachment)
+        let local_backend: Arc<dyn ControllerBackend> = self.open_local_backend(number, parts);
+        LeaseAdmission::Attached(local_backend)
     }
 
     fn is_server_ending(&self) -> bool {

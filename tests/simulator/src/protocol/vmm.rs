@@ -24,9 +24,9 @@ const IO_TIMEOUT: Duration = Duration::from_secs(400);
 
 /// Runs a VMM until the work of its guest is done.
 pub(super) fn run_until_done(world: &Arc<World>, number: usize, mut rng: Rng) {
-    let seat = &world.slots[number];
+    let slot = &world.slots[number];
     let host = attach(number);
-    let (memory, shared) = seat.begin();
+    let (memory, shared) = slot.begin();
     let function = NvmeFunction::new(Arc::new(host), MsixMasking::Client);
     let (bar, interrupts) = plug(function, &memory);
     shared.plugged.store(true, Ordering::Relaxed);
@@ -48,8 +48,8 @@ pub(super) fn run_until_done(world: &Arc<World>, number: usize, mut rng: Rng) {
         _ => (Some(mask), true),
     };
     let conditions = conditions(world, loses_queues, &mut rng);
-    let work = Registers::with_history(seat.history.clone());
-    let guest = Guest::new(work, seat.persona, conditions, guest_rng, machine);
+    let work = Registers::with_history(slot.history.clone());
+    let guest = Guest::new(work, slot.persona, conditions, guest_rng, machine);
     let doing = doing.map(|vmm| {
         let (bar, memory, shared) = (bar.clone(), memory.clone(), shared.clone());
         let rng = Rng::new(rng.next_u64());

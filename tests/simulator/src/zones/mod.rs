@@ -463,8 +463,8 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
 
 /// Runs a guest whose server dies several times.
 fn run_lives(drive: ZonedDrive, memory: GuestMemory, conditions: Conditions, rng: &mut Rng) {
-    let folder = ZoneStateDir::new();
-    let (geometry, range, path) = (drive.geometry, drive.lease(), folder.0.join("drive"));
+    let dir = ZoneStateDir::new();
+    let (geometry, range, path) = (drive.geometry, drive.lease(), dir.0.join("drive"));
     let open = Arc::new(move || drive.open(Some(&path)));
     let (world, pairs) = restarts::World::new(&memory, open, range, rng);
     let machine = Machine {
@@ -484,13 +484,13 @@ struct ZoneStateDir(PathBuf);
 
 impl ZoneStateDir {
     fn new() -> Self {
-        let folder = std::env::temp_dir().join(format!("nvme-mpt-zones-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).expect("a folder");
-        std::fs::write(folder.join("drive"), []).expect("a file");
+        let dir = std::env::temp_dir().join(format!("nvme-mpt-zones-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("a folder");
+        std::fs::write(dir.join("drive"), []).expect("a file");
         // The simulated disk syncs the names of the real files.
         files::format(0);
-        files::create_dir_all(&folder).expect("a folder");
-        Self(folder)
+        files::create_dir_all(&dir).expect("a folder");
+        Self(dir)
     }
 }
 

@@ -32,16 +32,16 @@ impl ChangeThread {
         })
     }
 
-    /// Runs `calm` while the thread is paused. At least one change has happened before.
-    pub(crate) fn while_paused<R>(&self, calm: impl FnOnce() -> R) -> R {
+    /// Runs `action` while the thread is paused. At least one change has happened before.
+    pub(crate) fn while_paused<R>(&self, action: impl FnOnce() -> R) -> R {
         self.should_pause.store(true, Ordering::Release);
         let _end = ResumeOnDrop(self);
         self.wait_paused(true);
-        calm()
+        action()
     }
 
-    fn wait_paused(&self, rests: bool) {
-        while self.is_paused.load(Ordering::Acquire) != rests {
+    fn wait_paused(&self, is_paused: bool) {
+        while self.is_paused.load(Ordering::Acquire) != is_paused {
             thread::sleep(std::time::Duration::from_micros(20));
         }
     }

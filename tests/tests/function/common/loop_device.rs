@@ -12,9 +12,9 @@ use super::children;
 pub(crate) struct Mounted(TempDir);
 
 impl Mounted {
-    /// Mounts a tmpfs of `room` bytes. Returns `None` and prints a message if this process may not mount.
-    pub(crate) fn tmpfs(room: u64) -> Option<Self> {
-        Self::mount(&["-t", "tmpfs", "-o", &format!("size={room}"), "drive"])
+    /// Mounts a tmpfs of `max_bytes` bytes. Returns `None` and prints a message if this process may not mount.
+    pub(crate) fn tmpfs(max_bytes: u64) -> Option<Self> {
+        Self::mount(&["-t", "tmpfs", "-o", &format!("size={max_bytes}"), "drive"])
     }
 
     /// Mounts a ramfs, whose files have no holes and cannot zero a range. Returns `None` and prints a message if this process
@@ -60,19 +60,19 @@ pub(crate) struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// Creates a device of `bytes` on an empty file. The file system has `room` bytes. Returns `None` and prints a message
+    /// Creates a device of `bytes` on an empty file. The file system has `max_bytes` bytes. Returns `None` and prints a message
     /// without the permission.
-    pub(crate) fn new(bytes: u64, room: u64) -> Option<Self> {
-        let mut made = Self::in_tmpfs(bytes, room)?;
+    pub(crate) fn new(bytes: u64, max_bytes: u64) -> Option<Self> {
+        let mut made = Self::in_tmpfs(bytes, max_bytes)?;
         made.device = made.attach_another(0)?;
         Some(made)
     }
 
     /// Creates a device like [`Self::new`] with sectors of 4 KiB, the last of which is incomplete. So the device cannot bypass
     /// the page cache, and writes complete before the lack of space is detected.
-    pub(crate) fn cached(bytes: u64, room: u64) -> Option<Self> {
+    pub(crate) fn cached(bytes: u64, max_bytes: u64) -> Option<Self> {
         const SECTOR: u64 = 512;
-        let mut made = Self::in_tmpfs(bytes + SECTOR, room)?;
+        let mut made = Self::in_tmpfs(bytes + SECTOR, max_bytes)?;
         let file = made.file.to_str().unwrap();
         let device = run(&["losetup", "--find", "--show", "--sector-size", "4096", file])?;
         made.device = device.trim().into();
@@ -88,8 +88,8 @@ impl LoopDevice {
     }
 
     /// Creates a file on a private tmpfs, without a device.
-    fn in_tmpfs(bytes: u64, room: u64) -> Option<Self> {
-        Some(Self::in_file_system(Mounted::tmpfs(room)?, bytes))
+    fn in_tmpfs(bytes: u64, max_bytes: u64) -> Option<Self> {
+        Some(Self::in_file_system(Mounted::tmpfs(max_bytes)?, bytes))
     }
 
     /// Creates a file on a private file system, without a device.

@@ -282,18 +282,18 @@ impl Host {
             rates: setup.rates,
             serial: None,
         };
-        let attachment = LocalBackend::with_spares(config, parts, spares).unwrap();
-        let attachment = Arc::new(attachment.with_clock(self.clock.clone()));
-        *self.latest_backend.lock().unwrap() = Arc::downgrade(&attachment);
-        attachment
+        let local_backend = LocalBackend::with_spares(config, parts, spares).unwrap();
+        let local_backend = Arc::new(local_backend.with_clock(self.clock.clone()));
+        *self.latest_backend.lock().unwrap() = Arc::downgrade(&local_backend);
+        local_backend
     }
 
     /// Creates a function for the lease with this id, with all guest memory mapped.
     fn function(&self, id: &str, setup: &Setup) -> NvmeFunction {
-        let attachment = self.open_local_backend(id, setup);
+        let local_backend = self.open_local_backend(id, setup);
         let host = match remote::is_enabled() {
-            true => remote::wrap_remote(attachment),
-            false => attachment,
+            true => remote::wrap_remote(local_backend),
+            false => local_backend,
         };
         NvmeFunction::new(host, setup.masking).with_clock(self.clock.clone())
     }

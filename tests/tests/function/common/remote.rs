@@ -15,7 +15,7 @@ use nvme_mpt_lease_protocol::{
 };
 
 /// Environment variable. With the value `remote`, functions have remote back ends.
-const CHOICE: &str = "NVME_MPT_HOST_SIDE";
+const CHOICE: &str = "NVME_MPT_BACKEND";
 
 pub(crate) fn is_enabled() -> bool {
     env::var(CHOICE).is_ok_and(|choice| choice == "remote")

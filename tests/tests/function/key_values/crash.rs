@@ -71,10 +71,10 @@ fn run_and_kill(path: &Path, round: u64, after: usize) -> BTreeMap<u64, u64> {
     let mut count = 0;
     let output = BufReader::new(process.stdout.take().unwrap());
     for line in output.lines().map(Result::unwrap) {
-        let Some(said) = line.strip_prefix("completed ") else {
+        let Some(text) = line.strip_prefix("completed ") else {
             continue;
         };
-        let (round, key) = said.split_once(' ').unwrap();
+        let (round, key) = text.split_once(' ').unwrap();
         completed.insert(key.parse().unwrap(), round.parse().unwrap());
         count += 1;
         if count == after {

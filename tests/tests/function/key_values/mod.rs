@@ -222,10 +222,10 @@ fn check_all_commands(host: &Host) {
     // A truncated Retrieve returns the beginning of the value, and reports the full size.
     assert_eq!(pairs.retrieve(b"a", 3).unwrap(), (small[..3].to_vec(), 5));
     assert_eq!(pairs.retrieve(b"a", 0).unwrap(), (Vec::new(), 5));
-    for room in [1 << 20, (1 << 20) - 1, 12_289, 8192, 4097, 1] {
-        let (bytes, size) = pairs.retrieve(b"0123456789abcdef", room).unwrap();
+    for buffer_bytes in [1 << 20, (1 << 20) - 1, 12_289, 8192, 4097, 1] {
+        let (bytes, size) = pairs.retrieve(b"0123456789abcdef", buffer_bytes).unwrap();
         assert_eq!(size, 1 << 20);
-        assert!(bytes == large[..room], "{room} bytes");
+        assert!(bytes == large[..buffer_bytes], "{buffer_bytes} bytes");
     }
     // The buffer behind the value is unchanged, for all layouts of pages.
     let sqe = Sqe::key_value(kv::RETRIEVE, 1, b"a", 20_000);

@@ -156,8 +156,8 @@ fn step(
             }
         }
         _ => {
-            let room = 4 + size % 200;
-            let mut left = room - 4;
+            let buffer_bytes = 4 + size % 200;
+            let mut left = buffer_bytes - 4;
             let expected: Vec<_> = model
                 .range(key.clone()..)
                 .map(|(key, _)| key.clone())
@@ -168,7 +168,7 @@ fn step(
                     fits
                 })
                 .collect();
-            prop_assert_eq!(pairs.list(key, room).unwrap(), expected);
+            prop_assert_eq!(pairs.list(key, buffer_bytes).unwrap(), expected);
         }
     }
     Ok(())

@@ -32,8 +32,8 @@ fn memory_of(machine: &Machine) -> Vec<u8> {
     let file = std::fs::File::from(machine.memory.fd().try_clone_to_owned().unwrap());
     let mut rest = all.as_mut_slice();
     for region in regions {
-        let (here, after) = rest.split_at_mut(region.len as usize);
-        file.read_exact_at(here, region.fd_offset).unwrap();
+        let (chunk, after) = rest.split_at_mut(region.len as usize);
+        file.read_exact_at(chunk, region.fd_offset).unwrap();
         rest = after;
     }
     all
@@ -93,19 +93,19 @@ struct MigrationActions {
     waits_for_interrupts: bool,
 }
 
-fn moves() -> impl Strategy<Value = MigrationActions> {
-    (any::<[bool; 4]>(), 0_u8..20).prop_map(|([full, silent, meanwhile, sleeps], turns)| {
+fn migration_actions() -> impl Strategy<Value = MigrationActions> {
+    (any::<[bool; 4]>(), 0_u8..20).prop_map(|([full, untrapped, meanwhile, sleeps], polls)| {
         MigrationActions {
             fills_queues: full,
-            rounds: turns,
-            has_full_cqs: silent,
+            rounds: polls,
+            has_full_cqs: untrapped,
             submits_meanwhile: meanwhile,
             waits_for_interrupts: sleeps,
         }
     })
 }
 
-fn run(variant: Variant, moves: &[MigrationActions]) {
+fn run(variant: Variant, actions: &[MigrationActions]) {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(LEASE).unwrap();
     let leases = tempfile::tempdir().unwrap();
@@ -123,7 +123,7 @@ fn run(variant: Variant, moves: &[MigrationActions]) {
     let mut host = open();
     let mut machine = host.machine(&setup);
     let mut load = Load::new(&machine, variant.queues, variant.entries, variant.seed);
-    for step in moves {
+    for step in actions {
         load.submit(step.fills_queues);
         for _ in 0..step.rounds {
             load.reap(!step.has_full_cqs);
@@ -162,9 +162,9 @@ proptest! {
     #[test]
     fn io_continues_in_another_function(
         variant in variants(),
-        moves in prop::collection::vec(moves(), 1..6),
+        actions in prop::collection::vec(migration_actions(), 1..6),
     ) {
-        run(variant, &moves);
+        run(variant, &actions);
     }
 }
 
@@ -281,12 +281,12 @@ fn requests_and_events_are_kept() {
     };
     // One event is reported. Then its type is masked.
     invalid(&machine, &controller);
-    let told = AsyncEvent {
+    let event = AsyncEvent {
         kind: 0,
         info: 1,
         log_page: log::ERROR,
     };
-    assert_eq!(controller.async_event(HANG).unwrap(), Some(told));
+    assert_eq!(controller.async_event(HANG).unwrap(), Some(event));
     let suspended = machine.suspend();
     let machine = restore_and_resume(&host, &suspended, &setup);
     controller.move_to(machine.bar()).unwrap();
@@ -302,7 +302,7 @@ fn requests_and_events_are_kept() {
         }
     };
     assert_eq!(errors[8..12], [0xFF; 4], "no command's error");
-    assert_eq!(controller.async_event(HANG).unwrap(), Some(told));
+    assert_eq!(controller.async_event(HANG).unwrap(), Some(event));
     assert_eq!(controller.outstanding_event_requests(), 0);
 }
 
@@ -325,7 +325,7 @@ fn features_logs_and_identity_are_kept() {
     controller
         .set_feature_data(feature::TIMESTAMP, 0, 0, &timestamp)
         .unwrap();
-    let look = |controller: &mut nvme_mpt_tests::controller::Controller| {
+    let read_state = |controller: &mut nvme_mpt_tests::controller::Controller| {
         let mut seen = vec![
             controller.identify(1, 0, 0).unwrap(),
             controller.identify(0, 1, 0).unwrap(),
@@ -341,13 +341,13 @@ fn features_logs_and_identity_are_kept() {
         }
         seen
     };
-    let before = look(&mut controller);
+    let before = read_state(&mut controller);
     let suspended = machine.suspend();
     let machine = restore_and_resume(&host, &suspended, &setup);
     controller.move_to(machine.bar()).unwrap();
     disk.queue.move_to(&machine.bar()).unwrap();
     assert!(
-        look(&mut controller) == before,
+        read_state(&mut controller) == before,
         "something that the guest sees changed"
     );
     let clock = controller
@@ -468,11 +468,11 @@ fn a_snapshot_needs_its_memory() {
     let machine = host.machine(&setup);
     let _load = Load::new(&machine, 1, 16, 5);
     let suspended = machine.suspend();
-    let elsewhere = Suspended {
+    let moved = Suspended {
         memory: nvme_mpt_tests::memory::GuestMemory::new(&[(UNMAPPED_ADDRESS, 1 << 20)]).unwrap(),
         ..suspended
     };
-    let error = host.restore(&elsewhere, &setup).err().expect("refused");
+    let error = host.restore(&moved, &setup).err().expect("refused");
     assert!(error.to_string().contains("has to be mapped"), "{error}");
 }
 

@@ -60,8 +60,8 @@ fn zone_changes_under_an_ended_server_are_reported_by_the_next() {
     let setup = Setup::nth(1);
     let host = server();
     let outliving = SharedBackendPartsSource::Outliving(EventReader::Trusted);
-    let attachment = host.open_local_backend_with("a", &setup, outliving);
-    let function = NvmeFunction::new(attachment.clone(), setup.masking);
+    let local_backend = host.open_local_backend_with("a", &setup, outliving);
+    let function = NvmeFunction::new(local_backend.clone(), setup.masking);
     let machine = host.machine_of("a".to_owned(), function, &setup);
     let (controller, mut disk) = attach(&machine);
     let zslba = 2 * SIZE;
@@ -69,22 +69,22 @@ fn zone_changes_under_an_ended_server_are_reported_by_the_next() {
         failed_status(disk.append(zslba, &blocks(1, 0, 1))),
         WRITE_FAULT
     );
-    assert_eq!(attachment.changes().unwrap().ids(), [zslba]);
+    assert_eq!(local_backend.changes().unwrap().ids(), [zslba]);
     // The guest has not read the list.
-    let parts = persisted_parts(&attachment);
-    drop((controller, disk, machine, attachment, host));
+    let parts = persisted_parts(&local_backend);
+    drop((controller, disk, machine, local_backend, host));
     let host = server();
-    let attachment = host.open_local_backend_with("a", &setup, parts);
-    assert_eq!(attachment.take_events(), [IoQueueEvent::Changes]);
-    let told = attachment.changes().unwrap();
-    assert!(told.has_more(), "any zone may have changed");
-    attachment.remove_changes(&told);
-    let parts = persisted_parts(&attachment);
-    drop((attachment, host));
+    let local_backend = host.open_local_backend_with("a", &setup, parts);
+    assert_eq!(local_backend.take_events(), [IoQueueEvent::Changes]);
+    let changes = local_backend.changes().unwrap();
+    assert!(changes.has_more(), "any zone may have changed");
+    local_backend.remove_changes(&changes);
+    let parts = persisted_parts(&local_backend);
+    drop((local_backend, host));
     let host = server();
-    let attachment = host.open_local_backend_with("a", &setup, parts);
-    assert_eq!(attachment.take_events(), []);
-    assert!(attachment.changes().unwrap().is_empty());
+    let local_backend = host.open_local_backend_with("a", &setup, parts);
+    assert_eq!(local_backend.take_events(), []);
+    assert!(local_backend.changes().unwrap().is_empty());
 }
 
 #[test]
@@ -92,9 +92,9 @@ fn a_snapshot_with_a_changed_zone_where_none_begins_is_refused() {
     let host = host(DRIVE);
     let setup = Setup::nth(0);
     let suspended = host.machine(&setup).suspend();
-    let sound = FunctionState::from_bytes(&suspended.state).unwrap();
+    let valid = FunctionState::from_bytes(&suspended.state).unwrap();
     let with = |starts: Vec<u64>| {
-        let mut state = serde_json::to_value(&sound).unwrap();
+        let mut state = serde_json::to_value(&valid).unwrap();
         assert_eq!(
             state["queues"]["paused"].get("changed_zones"),
             None,

@@ -106,8 +106,8 @@ fn zones_that_a_namespace_lost_are_neither_reported_nor_managed_until_it_has_the
     let host = Host::from_drive(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
     let [(_, mut other), (mut controller, mut disk)] = machines.each_ref().map(attach);
-    let (kept, lost) = (3 * SIZE, 4 * SIZE);
-    for zslba in [kept, lost] {
+    let (synced, lost) = (3 * SIZE, 4 * SIZE);
+    for zslba in [synced, lost] {
         disk.append(zslba, &blocks(1, zslba, 2)).unwrap();
     }
     let zones = |disk: &mut Disk| disk.report_zones(0, 4096, 0, false).unwrap().0;
@@ -130,7 +130,7 @@ fn zones_that_a_namespace_lost_are_neither_reported_nor_managed_until_it_has_the
     let nsze_ncap = [0, 8].map(|at| field::u64(&namespace, at));
     assert_eq!(nsze_ncap, [4 * SIZE, 4 * CAPACITY]);
     disk.all_zones_action(action::FINISH).unwrap();
-    assert_eq!(disk.zone(kept).unwrap().state, state::FULL);
+    assert_eq!(disk.zone(synced).unwrap().state, state::FULL);
     disk.flush().unwrap();
     assert_eq!(zones(&mut disk), ZONES);
     let zone = disk.zone(lost).unwrap();

@@ -174,8 +174,8 @@ fn a_driver_that_does_not_enable_the_command_set_finds_no_namespace() {
 
 #[test]
 fn each_guest_has_zones_of_its_own_from_zero_on() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("drive.img");
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("drive.img");
     let image = std::fs::File::create(&file).unwrap();
     image.set_len(32 << 20).unwrap();
     let timed = format!("{PROFILE}{TIMING}");
@@ -405,8 +405,8 @@ fn an_append_beyond_four_billion_blocks_is_found_again() {
 
 #[test]
 fn zones_outlive_the_process_and_a_move_of_their_guest() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("drive.img");
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("drive.img");
     let image = std::fs::File::create(&file).unwrap();
     image.set_len(32 << 20).unwrap();
     let path = file.to_str().unwrap();

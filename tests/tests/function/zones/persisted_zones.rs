@@ -16,8 +16,8 @@ use crate::common::{Setup, children};
 use crate::lost_writes::{RELIABILITY_AND_READ_ONLY, status_and_dnr, warnings};
 
 /// Creates a drive's file for three leases, without blocks. Returns its path and the path of its zone states.
-fn create_drive(folder: &Path) -> (PathBuf, PathBuf) {
-    let file = folder.join("drive.img");
+fn create_drive(dir: &Path) -> (PathBuf, PathBuf) {
+    let file = dir.join("drive.img");
     File::create(&file).unwrap().set_len(48 << 20).unwrap();
     (file.clone(), file.with_extension("img.zones"))
 }
@@ -27,8 +27,8 @@ struct FullFileSystem(PathBuf);
 
 impl FullFileSystem {
     /// Fills a file system except for `left` bytes.
-    fn leaving(left: u64, folder: &Path) -> Self {
-        let path = folder.join("full");
+    fn leaving(left: u64, dir: &Path) -> Self {
+        let path = dir.join("full");
         let file = File::create(&path).unwrap();
         let mut end = 0;
         while file.write_all_at(&[1; 1024], end).is_ok() {
@@ -52,8 +52,8 @@ impl Drop for FullFileSystem {
 struct Page([u8; 4096]);
 
 /// Checks that a drive does not open while its zone states have no space, and opens afterwards.
-fn check_full_file_system(folder: &Path) {
-    let (file, kept) = create_drive(folder);
+fn check_full_file_system(dir: &Path) {
+    let (file, zone_file) = create_drive(dir);
     let path = file.to_str().unwrap();
     let open = || {
         children::wait_for_spawns();
@@ -61,22 +61,22 @@ fn check_full_file_system(folder: &Path) {
     };
     // A new file has space for its head only. A sparse copy has no space at all.
     for left in [4096, 0] {
-        let full = FullFileSystem::leaving(left, folder);
+        let full = FullFileSystem::leaving(left, dir);
         let refused = open().map(drop);
         let error = describe_error(&refused.expect_err("there is no room for the states"));
-        let named = kept.to_str().unwrap();
+        let named = zone_file.to_str().unwrap();
         assert!(error.contains(named), "{error}");
         assert!(error.contains("no space for the 4480 bytes"), "{error}");
         assert!(error.contains("free space"), "{error}");
         drop(full);
         drop(open().unwrap());
-        let states = File::options().write(true).open(&kept).unwrap();
+        let states = File::options().write(true).open(&zone_file).unwrap();
         states.set_len(4096).unwrap();
         states.set_len(4096 + 48 * 8).unwrap();
     }
     {
         let host = host(path);
-        let full = FullFileSystem::leaving(0, folder);
+        let full = FullFileSystem::leaving(0, dir);
         let (_controller, mut disk) = attach(&host.machine(&Setup::nth(1)));
         disk.zone_action(SIZE, action::FINISH).unwrap();
         disk.flush().unwrap();
@@ -104,8 +104,8 @@ fn states_that_find_no_room_refuse_the_drive() {
 
 #[test]
 fn states_that_are_cut_off_fail_every_flush_and_change_and_new_lease() {
-    let folder = tempfile::tempdir().unwrap();
-    let (file, kept) = create_drive(folder.path());
+    let dir = tempfile::tempdir().unwrap();
+    let (file, zone_file) = create_drive(dir.path());
     let changes = [
         ("Append", Sqe::zone_append(1, 0, 1)),
         ("Finish", Sqe::zone_send(1, 2 * SIZE, action::FINISH, false)),
@@ -128,7 +128,7 @@ fn states_that_are_cut_off_fail_every_flush_and_change_and_new_lease() {
 
         File::options()
             .write(true)
-            .open(&kept)
+            .open(&zone_file)
             .unwrap()
             .set_len(4096)
             .unwrap();
@@ -151,8 +151,8 @@ fn states_that_are_cut_off_fail_every_flush_and_change_and_new_lease() {
         );
         let refused = lease(&host, 32 * ZONE, 16 * ZONE).map(drop);
         let error = describe_error(&refused.expect_err("its states are lost"));
-        assert!(error.contains(kept.to_str().unwrap()), "{error}");
-        fs::remove_file(&kept).unwrap();
+        assert!(error.contains(zone_file.to_str().unwrap()), "{error}");
+        fs::remove_file(&zone_file).unwrap();
     }
 }
 
@@ -164,7 +164,7 @@ fn states_that_were_not_written_back_are_written_for_a_new_vmm() {
     let Some(ext4) = Mounted::ext4(device.device(), "^has_journal") else {
         return;
     };
-    let (file, kept) = create_drive(ext4.path());
+    let (file, zone_file) = create_drive(ext4.path());
     let host = host(file.to_str().unwrap());
     let machine = host.machine(&Setup::nth(0));
     let (controller, mut disk) = attach(&machine);
@@ -194,7 +194,7 @@ fn states_that_were_not_written_back_are_written_for_a_new_vmm() {
     let direct = File::options()
         .read(true)
         .custom_flags(libc::O_DIRECT)
-        .open(kept)
+        .open(zone_file)
         .unwrap();
     let mut page = Page([0; 4096]);
     assert!(direct.read_at(&mut page.0, 4096).unwrap() >= 16);

@@ -68,7 +68,7 @@ impl ControllerFeatures {
             timestamp: _,
             host_behavior,
         } = state;
-        for (name, saved, kept) in [
+        for (name, saved, current) in [
             (
                 "Arbitration",
                 *arbitration,
@@ -100,8 +100,8 @@ impl ControllerFeatures {
                 value_masks::async_events(*async_events, notices(&facts.namespace)).0,
             ),
         ] {
-            if saved != kept {
-                let valid = format!("{kept:#x}, without reserved bits");
+            if saved != current {
+                let valid = format!("{current:#x}, without reserved bits");
                 return Err(BackendStateError::invalid(
                     name,
                     format!("{saved:#x}"),

@@ -96,8 +96,8 @@ impl GuestDriveHealth {
 
     /// Returns the time for which the controller has been powered, in all processes.
     pub(super) fn powered_time(&self) -> Duration {
-        let here = self.clock.now().saturating_sub(self.powered_since);
-        here.saturating_add(self.powered_before)
+        let powered_for = self.clock.now().saturating_sub(self.powered_since);
+        powered_for.saturating_add(self.powered_before)
     }
 
     /// Sets the time for which previous processes had the controller powered.
@@ -108,7 +108,7 @@ impl GuestDriveHealth {
     /// Returns whether the drive's health was last read at least `time` ago.
     fn is_older_than(&self, time: Duration) -> bool {
         self.last_read
-            .is_none_or(|asked| self.clock.now().saturating_sub(asked) >= time)
+            .is_none_or(|last_update| self.clock.now().saturating_sub(last_update) >= time)
     }
 
     /// Returns `WCTEMP` and `CCTEMP`.

@@ -144,23 +144,23 @@ impl IdentifySubject<'_> {
         id.sqes = QueueEntrySizes::SQ;
         id.cqes = QueueEntrySizes::CQ;
         id.nn = self.namespace.nsid.0;
-        let offers = |opcode| self.limits.supports(opcode);
+        let supports = |opcode| self.limits.supports(opcode);
         id.oncs = Oncs::default()
-            .with_compare(offers(NvmOpcode::COMPARE))
-            .with_write_uncorrectable(offers(NvmOpcode::WRITE_UNCORRECTABLE))
-            .with_dsm(offers(NvmOpcode::DATASET_MANAGEMENT))
-            .with_write_zeroes(offers(NvmOpcode::WRITE_ZEROES))
+            .with_compare(supports(NvmOpcode::COMPARE))
+            .with_write_uncorrectable(supports(NvmOpcode::WRITE_UNCORRECTABLE))
+            .with_dsm(supports(NvmOpcode::DATASET_MANAGEMENT))
+            .with_write_zeroes(supports(NvmOpcode::WRITE_ZEROES))
             .with_save_select(true)
             .with_timestamp(true)
-            .with_verify(offers(NvmOpcode::VERIFY))
-            .with_copy(offers(NvmOpcode::COPY));
+            .with_verify(supports(NvmOpcode::VERIFY))
+            .with_copy(supports(NvmOpcode::COPY));
         id.vwc = Vwc::default()
             .with_present(self.limits.volatile_write_cache)
             .with_flush_broadcast(FlushBroadcast::SUPPORTED);
         id.awun_z = self.limits.awun_z;
         id.awupf_z = self.limits.awupf_z;
         // Copy has source range entries of format 0 only.
-        id.cdfs = offers(NvmOpcode::COPY).into();
+        id.cdfs = supports(NvmOpcode::COPY).into();
         // SGLs can have any alignment, if the controller supports SGLs.
         id.sgls = Sgls::default().with_support(u8::from(self.limits.sgl_descriptors_max > 0));
         copy_text(&mut id.subnqn, &subsystem_nqn(&self.namespace.uuid));

@@ -204,10 +204,10 @@ impl NvmeFunction {
             return Err(FunctionStateError::Running);
         };
         let facts = self.check(state)?;
-        let mut moves = self.reset_until(&self.drain_deadline());
+        let mut bar_moves = self.reset_until(&self.drain_deadline());
         self.pause()?;
         let before = (self.facts.clone(), self.resets);
-        moves.extend(self.apply(state, facts));
+        bar_moves.extend(self.apply(state, facts));
         if let Err(error) = self.backend.restore(queues) {
             (self.facts, self.resets) = before;
             drop(self.reset_until(&self.drain_deadline()));
@@ -220,7 +220,7 @@ impl NvmeFunction {
         if self.admin.has_unconsumed_completions() {
             self.pending_vectors.push(ADMIN_VECTOR);
         }
-        Ok(moves)
+        Ok(bar_moves)
     }
 
     /// Restores the untrusted state of a running function whose process ended. The function must be in its power-on state, and
@@ -243,7 +243,7 @@ impl NvmeFunction {
             return Err(FunctionStateError::Paused);
         };
         let facts = self.check(state)?;
-        let moves = self.apply(state, facts);
+        let bar_moves = self.apply(state, facts);
         if let Err(error) = self.backend.restore_running(queues) {
             if is_exhaustion(&error) {
                 return Err(error.into());
@@ -261,7 +261,7 @@ impl NvmeFunction {
         }
         // Admin commands may be waiting whose doorbell was written before. A full counter wakes as well.
         let _ = eventfd::signal(self.events_fd());
-        Ok(moves)
+        Ok(bar_moves)
     }
 
     /// Quarantines the function of a process that ended: restores its registers without its queues and commands, and fails the
@@ -323,11 +323,11 @@ impl NvmeFunction {
             ..state.facts.clone()
         };
         self.config.check(&state.config_space)?;
-        let told = ControllerProperties::new(ControllerCapabilities {
+        let properties = ControllerProperties::new(ControllerCapabilities {
             queue_entries_max: facts.limits.entries_max,
             dstrd: self.shared.doorbells.dstrd(),
         });
-        told.check(&state.registers)?;
+        properties.check(&state.registers)?;
         Ok(facts)
     }
 
@@ -357,7 +357,7 @@ impl NvmeFunction {
         self.admin
             .restore(admin, queues.to_created(), &*self.backend, since);
         self.adopt_facts(facts);
-        let moves = self.config.restore(config_space, *switched_off);
+        let bar_moves = self.config.restore(config_space, *switched_off);
         self.msix.restore(msix);
         // Without Bus Master Enable, the queues are paused before they are created.
         self.apply_bus_master();
@@ -368,16 +368,16 @@ impl NvmeFunction {
         {
             self.fail(&format!("its admin doorbells cannot be watched: {error}"));
         }
-        moves
+        bar_moves
     }
 
     /// Adopts the facts of a restored function, and reports to the guest if its lease has grown since the save.
     fn adopt_facts(&mut self, facts: LeaseFacts) {
-        let told = facts.namespace.blocks;
+        let reported_blocks = facts.namespace.blocks;
         self.facts = facts;
         self.record_growth();
         let LeasedNamespace { nsid, blocks, .. } = self.facts.namespace;
-        if told < blocks {
+        if reported_blocks < blocks {
             let changed = IoQueueEvent::Drive(DriveEvent::NamespaceChanged(nsid));
             self.admin.report_event(&changed, &*self.backend);
         }

@@ -62,8 +62,8 @@ pub(in crate::function) fn function_with_files(
     let ledger = Ledger::from_memory_file(ledger.try_clone().unwrap()).unwrap();
     let parts = SharedBackendPartsSource::Continued(files);
     let mode = DoorbellMode::Trap;
-    let attachment = fixtures::local_backend_with(mode, drive.clone(), &ledger, parts);
-    NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
+    let local_backend = fixtures::local_backend_with(mode, drive.clone(), &ledger, parts);
+    NvmeFunction::new(Arc::new(local_backend), MsixMasking::Client)
         .with_clock(fixtures::fixture_clock())
 }
 
@@ -73,7 +73,7 @@ fn guest() -> (TestGuest, PersistedFunctionParts, FunctionStateRecorder) {
     let memory = fixtures::guest_memory();
     let mut function = function_with_files(&drive, &ledger, None);
     let shared = function.backend().shared_parts();
-    let survivors = PersistedFunctionParts {
+    let persisted = PersistedFunctionParts {
         drive,
         ledger,
         doorbells: clone_fd(shared.doorbells.fd()),
@@ -84,7 +84,7 @@ fn guest() -> (TestGuest, PersistedFunctionParts, FunctionStateRecorder) {
     function.set_state_store(Box::new(recorder.clone()));
     let mut guest = TestGuest::with_function(function, memory);
     guest.enable();
-    (guest, survivors, recorder)
+    (guest, persisted, recorder)
 }
 
 impl PersistedFunctionParts {
@@ -148,7 +148,7 @@ pub(in crate::function) fn serialize_and_parse(state: &FunctionState) -> Functio
 
 #[test]
 fn the_next_process_continues_at_the_guests_position() {
-    let (mut guest, survivors, _) = guest();
+    let (mut guest, persisted, _) = guest();
     guest.write_memory(IO_CQ, &[0; 4096]);
     for sqe in [create_cq(), create_sq()] {
         assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
@@ -158,7 +158,7 @@ fn the_next_process_continues_at_the_guests_position() {
         let state = guest.function.running_state();
         assert!(guest.function.take_changed_flag());
         assert!(!guest.function.take_changed_flag());
-        survivors.replace(&mut guest, &serialize_and_parse(&state));
+        persisted.replace(&mut guest, &serialize_and_parse(&state));
         assert_eq!(guest.csts(), 1);
         let mut flush = Sqe::new(0x00);
         flush.nsid.0 = 1;
@@ -179,7 +179,7 @@ fn the_next_process_continues_at_the_guests_position() {
 
 #[test]
 fn an_admin_command_is_counted_once_for_any_end_of_its_process() {
-    let (mut guest, survivors, recorder) = guest();
+    let (mut guest, persisted, recorder) = guest();
     let before = guest.function.running_state();
     recorder.take();
     let cid = guest.submit(create_cq());
@@ -194,7 +194,7 @@ fn an_admin_command_is_counted_once_for_any_end_of_its_process() {
     let posted = guest.peek().unwrap();
     assert_eq!((posted.cid(), posted.status()), (cid, Status::SUCCESS));
     for state in &states {
-        survivors.replace(&mut guest, &serialize_and_parse(state));
+        persisted.replace(&mut guest, &serialize_and_parse(state));
         guest.function.events_fd().read().expect("something to do");
         guest.function.process_events();
         let after = guest.function.running_state();
@@ -215,7 +215,7 @@ fn an_admin_command_is_counted_once_for_any_end_of_its_process() {
 
 #[test]
 fn a_consumed_completion_is_posted_again_before_the_head_is_checked() {
-    let (mut guest, survivors, recorder) = guest();
+    let (mut guest, persisted, recorder) = guest();
     recorder.take();
     let cid = guest.submit(create_cq());
     let [about_to_complete] = &recorder.take()[..] else {
@@ -223,7 +223,7 @@ fn a_consumed_completion_is_posted_again_before_the_head_is_checked() {
     };
     let posted = guest.peek().unwrap();
     assert_eq!((posted.cid(), posted.status()), (cid, Status::SUCCESS));
-    survivors.replace(&mut guest, &serialize_and_parse(about_to_complete));
+    persisted.replace(&mut guest, &serialize_and_parse(about_to_complete));
     // The guest rings the doorbell before the successor has handled its events.
     guest.consume();
     guest.function.process_events();
@@ -237,7 +237,7 @@ fn a_consumed_completion_is_posted_again_before_the_head_is_checked() {
 
 #[test]
 fn an_event_is_reported_once_for_any_end_of_its_process() {
-    let (mut guest, survivors, recorder) = guest();
+    let (mut guest, persisted, recorder) = guest();
     let cid = guest.submit(Sqe::new(0x0C));
     recorder.take();
     guest.doorbell(Doorbell::SqTail(QueueId(3)), 1);
@@ -245,7 +245,7 @@ fn an_event_is_reported_once_for_any_end_of_its_process() {
     let posted = guest.peek().unwrap();
     assert_eq!(posted.cid(), cid);
     for state in recorder.take() {
-        survivors.replace(&mut guest, &serialize_and_parse(&state));
+        persisted.replace(&mut guest, &serialize_and_parse(&state));
         guest.function.process_events();
         let after = guest.function.running_state();
         assert!(after.admin.events.requests.is_empty());
@@ -256,7 +256,7 @@ fn an_event_is_reported_once_for_any_end_of_its_process() {
 
 #[test]
 fn the_next_process_keeps_a_function_without_bus_master_idle() {
-    let (mut guest, survivors, _) = guest();
+    let (mut guest, persisted, _) = guest();
     let command = |guest: &mut TestGuest, value: u16| {
         drop(guest.function.write_config(4, &value.to_le_bytes()));
     };
@@ -267,7 +267,7 @@ fn the_next_process_keeps_a_function_without_bus_master_idle() {
     assert!(guest.peek().is_none());
     for _ in 0..2 {
         let state = guest.function.running_state();
-        survivors.replace(&mut guest, &serialize_and_parse(&state));
+        persisted.replace(&mut guest, &serialize_and_parse(&state));
         guest.function.process_events();
         assert!(guest.peek().is_none());
     }
@@ -279,7 +279,7 @@ fn the_next_process_keeps_a_function_without_bus_master_idle() {
 
 #[test]
 fn an_unfinished_reset_leaves_no_queue_to_restore() {
-    let (mut guest, survivors, recorder) = guest();
+    let (mut guest, persisted, recorder) = guest();
     for sqe in [create_cq(), create_sq()] {
         assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
     }
@@ -290,7 +290,7 @@ fn an_unfinished_reset_leaves_no_queue_to_restore() {
     };
     assert_eq!(begun.queues.to_created(), PersistedQueues::default());
     assert!(begun.registers.is_enabled());
-    survivors.replace(&mut guest, &serialize_and_parse(begun));
+    persisted.replace(&mut guest, &serialize_and_parse(begun));
     assert_eq!(guest.function.reset_stats().controller, 0);
     // The successor repeats the register access.
     guest.write_register(0x14, 0x0046_0000);
@@ -304,13 +304,13 @@ fn an_unfinished_reset_leaves_no_queue_to_restore() {
 
 #[test]
 fn reset_and_abort_counts_continue_in_the_next_process() {
-    let (mut guest, survivors, _) = guest();
+    let (mut guest, persisted, _) = guest();
     guest.write_register(0x14, 0x0046_0000);
     drop(guest.function.reset());
     guest.enable();
     assert_eq!(guest.admin(Sqe::new(0x08)).status(), Status::SUCCESS);
     let state = guest.function.running_state();
-    survivors.replace(&mut guest, &serialize_and_parse(&state));
+    persisted.replace(&mut guest, &serialize_and_parse(&state));
     let resets = ResetStats {
         controller: 1,
         function_level: 0,
@@ -322,13 +322,13 @@ fn reset_and_abort_counts_continue_in_the_next_process() {
 
 #[test]
 fn lost_queues_fail_the_controller_until_a_reset() {
-    let (mut guest, survivors, _) = guest();
+    let (mut guest, persisted, _) = guest();
     for sqe in [create_cq(), create_sq()] {
         assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
     }
     let mut state = guest.function.running_state();
     created_queues(&mut state).sqs[0].base.0 += 1;
-    survivors.replace(&mut guest, &state);
+    persisted.replace(&mut guest, &state);
     assert_eq!(guest.csts(), 3, "CFS");
     guest.write_register(0x14, 0x0046_0000);
     assert_eq!(guest.csts(), 0);
@@ -338,13 +338,13 @@ fn lost_queues_fail_the_controller_until_a_reset() {
 
 #[test]
 fn a_restored_function_keeps_its_reported_limits_after_an_upgrade() {
-    let (mut guest, survivors, _) = guest();
+    let (mut guest, persisted, _) = guest();
     let mut state = guest.function.running_state();
     let limits = &mut state.facts.limits;
     limits.mdts -= 1;
     limits.commands.0 &= !1;
     state.facts.namespace.model = "an earlier one".into();
-    survivors.replace(&mut guest, &state);
+    persisted.replace(&mut guest, &state);
     assert_eq!(guest.function.facts(), &state.facts);
     assert_eq!(guest.function.running_state().facts, state.facts);
     let identify = Sqe {
@@ -359,7 +359,7 @@ fn a_restored_function_keeps_its_reported_limits_after_an_upgrade() {
 
 #[test]
 fn a_quarantined_function_stays_failed_after_all_resets() {
-    let (mut guest, survivors, _) = guest();
+    let (mut guest, persisted, _) = guest();
     for sqe in [create_cq(), create_sq()] {
         assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
     }
@@ -373,7 +373,7 @@ fn a_quarantined_function_stays_failed_after_all_resets() {
         &mut guest.function,
         fixtures::function(DoorbellMode::Trap, MsixMasking::Client),
     ));
-    let mut next = function_with_files(&survivors.drive, &survivors.ledger, None);
+    let mut next = function_with_files(&persisted.drive, &persisted.ledger, None);
     next.quarantine(&serialize_and_parse(&state)).unwrap();
     guest.function = next;
     let mut read = [0; 256];
@@ -428,10 +428,10 @@ fn config_capability(guest: &TestGuest, id: u8) -> u64 {
 
 #[test]
 fn states_with_other_versions_limits_or_invalid_values_are_refused() {
-    let (guest, survivors, _) = guest();
+    let (guest, persisted, _) = guest();
     let state = guest.function.running_state();
     drop(guest);
-    let mut function = survivors.next_function();
+    let mut function = persisted.next_function();
     let mut refused = |state: &FunctionState| function.restore_running(state).unwrap_err();
     let mut other = state.clone();
     other.version = VERSION + 1;
@@ -477,12 +477,12 @@ fn states_with_other_versions_limits_or_invalid_values_are_refused() {
 /// A VMM's function has no in-flight tracking of the process that stored the state, and would lose the commands in flight.
 #[test]
 fn states_of_running_and_paused_functions_are_not_interchangeable() {
-    let (mut guest, survivors, _) = guest();
+    let (mut guest, persisted, _) = guest();
     let running = guest.function.running_state();
     guest.function.pause().unwrap();
     let paused = guest.function.save().unwrap();
     drop(guest);
-    let mut function = survivors.next_function();
+    let mut function = persisted.next_function();
     let before = function.running_state();
     assert!(matches!(
         function.restore(&serialize_and_parse(&running)),
@@ -515,7 +515,7 @@ const EVENTS: u32 = 0x0B;
 /// Creates a guest that has set everything that a function persists: queues, requests for events, features, an error, and
 /// two masked vectors, of which one is pending.
 fn eventful_guest() -> (TestGuest, PersistedFunctionParts) {
-    let (mut guest, survivors, _) = guest();
+    let (mut guest, persisted, _) = guest();
     // Enables MSI-X, and sets the messages of three vectors. Only the first one is unmasked.
     let _ = guest.function.write_config(0x53, &[0x80]);
     for (vector, mask) in [(0, 0), (1, 1), (2, 1)] {
@@ -553,7 +553,7 @@ fn eventful_guest() -> (TestGuest, PersistedFunctionParts) {
     let vector = &guest.function.vectors()[1];
     vector.set_masked(true);
     vector.signal();
-    (guest, survivors)
+    (guest, persisted)
 }
 
 #[test]
@@ -600,7 +600,7 @@ fn the_table_of_states_is_complete() {
 
 #[test]
 fn the_stored_state_is_restored() {
-    let (mut guest, survivors) = eventful_guest();
+    let (mut guest, persisted) = eventful_guest();
     let mut state: FunctionState = serde_json::from_str(STORED).unwrap();
     let LeasedNamespace {
         serial,
@@ -616,7 +616,7 @@ fn the_stored_state_is_restored() {
         uuid,
         ..state.facts.namespace
     };
-    survivors.replace(&mut guest, &state);
+    persisted.replace(&mut guest, &state);
     assert_eq!(guest.csts(), 1);
     // The queues still work.
     let mut flush = Sqe::new(0x00);

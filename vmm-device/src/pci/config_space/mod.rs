@@ -116,7 +116,7 @@ pub struct BarMove {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct ConfigWrite {
     /// BARs whose guest address has changed, or whose decoding has begun or ended.
-    pub(crate) moves: Vec<BarMove>,
+    pub(crate) bar_moves: Vec<BarMove>,
     /// True if the write has initiated a Function Level Reset. Configuration space is then already in its power-on state.
     pub(crate) function_level_reset: bool,
 }
@@ -240,7 +240,7 @@ impl ConfigSpace {
             self.contents = self.layout.reset_contents;
         }
         ConfigWrite {
-            moves: self.bar_moves_since(before),
+            bar_moves: self.bar_moves_since(before),
             function_level_reset,
         }
     }

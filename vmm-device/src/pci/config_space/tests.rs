@@ -98,7 +98,7 @@ fn bars_that_move_are_reported() {
     );
     let moved = config.write(0x04, &[0x06, 0x00]);
     assert_eq!(
-        moved.moves,
+        moved.bar_moves,
         [
             BarMove {
                 bar: Bar::Registers,
@@ -117,7 +117,7 @@ fn bars_that_move_are_reported() {
     // Writing half of a 64-bit address moves the BAR as well.
     let to = Some(0x8_FEBF_0000);
     assert_eq!(
-        config.write(0x14, &[8, 0, 0, 0]).moves,
+        config.write(0x14, &[8, 0, 0, 0]).bar_moves,
         [BarMove {
             bar: Bar::Registers,
             size: 0x4000,
@@ -126,7 +126,7 @@ fn bars_that_move_are_reported() {
         }]
     );
     assert_eq!(
-        config.write(0x10, &[0xFF; 8]).moves,
+        config.write(0x10, &[0xFF; 8]).bar_moves,
         [BarMove {
             bar: Bar::Registers,
             size: 0x4000,
@@ -136,7 +136,7 @@ fn bars_that_move_are_reported() {
         "sizing maps nothing"
     );
     assert_eq!(
-        config.write(0x04, &[0x00]).moves.len(),
+        config.write(0x04, &[0x00]).bar_moves.len(),
         1,
         "only BAR4 was left"
     );
@@ -295,7 +295,7 @@ fn flr_reports_the_bars_it_unmaps() {
         to: None,
     }];
     assert_eq!(config.clone().reset(), expected);
-    assert_eq!(config.write(0x69, &[0x80]).moves, expected);
+    assert_eq!(config.write(0x69, &[0x80]).bar_moves, expected);
 }
 
 #[test]

@@ -9,8 +9,8 @@ import (
 	"syscall"
 )
 
-// LogFolder contains a log for each process.
-const LogFolder = "/var/log/cluster"
+// LogDir contains a log for each process.
+const LogDir = "/var/log/cluster"
 
 // logTail is the maximum number of bytes that a message shows of the end of a log.
 const logTail = 4 << 10
@@ -27,10 +27,10 @@ type Process struct {
 
 // Start starts a program. Its output is appended to the log of this name. The attributes may be nil.
 func Start(name string, attributes *syscall.SysProcAttr, environment []string, program string, arguments ...string) (*Process, error) {
-	if err := os.MkdirAll(LogFolder, 0o755); err != nil {
+	if err := os.MkdirAll(LogDir, 0o755); err != nil {
 		return nil, fmt.Errorf("the folder of logs cannot be made: %w", err)
 	}
-	path := filepath.Join(LogFolder, name+".log")
+	path := filepath.Join(LogDir, name+".log")
 	log, err := os.OpenFile(path, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
 	if err != nil {
 		return nil, fmt.Errorf("the log of %s cannot be made: %w", name, err)

@@ -24,15 +24,15 @@ const (
 	Node = "worker-1"
 	// RuntimeSocket is the socket of the container runtime.
 	RuntimeSocket = "/var/runtime.sock"
-	// KubeletFolder is kubelet's folder.
-	KubeletFolder = "/var/lib/kubelet"
+	// KubeletDir is kubelet's folder.
+	KubeletDir = "/var/lib/kubelet"
 	// AuditLog has a line for each request by the driver's accounts.
 	AuditLog = "/var/log/audit.log"
 
-	configFolder = "/var/lib/cluster"
-	etcd         = "http://127.0.0.1:2379"
-	etcdPeer     = "http://127.0.0.1:2380"
-	services     = "10.96.0.0/24"
+	configDir = "/var/lib/cluster"
+	etcd      = "http://127.0.0.1:2379"
+	etcdPeer  = "http://127.0.0.1:2380"
+	services  = "10.96.0.0/24"
 )
 
 var (
@@ -74,7 +74,7 @@ podLogsDir: /var/log/pods
 volumePluginDir: /var/lib/kubelet/volumeplugins
 # A plugin that is killed often is started again at once.
 crashLoopBackOff: {maxContainerRestartPeriod: 1s}
-authentication: {anonymous: {enabled: false}, webhook: {enabled: false}, x509: {clientCAFile: ` + configFolder + `/ca.crt}}
+authentication: {anonymous: {enabled: false}, webhook: {enabled: false}, x509: {clientCAFile: ` + configDir + `/ca.crt}}
 authorization: {mode: AlwaysAllow}
 `
 
@@ -90,7 +90,7 @@ type Plane struct {
 
 // Start starts the control plane with the programs in the folder, and waits until the API server is ready.
 func Start(ctx context.Context, programs string) (*Plane, error) {
-	authority, err := newAuthority(configFolder)
+	authority, err := newAuthority(configDir)
 	if err != nil {
 		return nil, fmt.Errorf("the cluster's authority: %w", err)
 	}
@@ -181,8 +181,8 @@ func (p *Plane) awaitAPI(ctx context.Context) error {
 // StartKubelet starts kubelet, for the first time or after it was killed.
 func (p *Plane) StartKubelet() error {
 	process, err := machine.Start("kubelet", nil, os.Environ(), filepath.Join(p.programs, "kubelet"),
-		"--kubeconfig="+p.nodeFile, "--config="+filepath.Join(configFolder, "kubelet.yaml"),
-		"--root-dir="+KubeletFolder, "--cert-dir="+KubeletFolder+"/pki",
+		"--kubeconfig="+p.nodeFile, "--config="+filepath.Join(configDir, "kubelet.yaml"),
+		"--root-dir="+KubeletDir, "--cert-dir="+KubeletDir+"/pki",
 		"--hostname-override="+Node, "--node-ip="+NodeAddress.String())
 	if err != nil {
 		return err

@@ -86,12 +86,12 @@ impl<B: StorageBackend + Clone> KeyValueDatabase<B> {
     }
 
     /// Executes requests, with all changes in one transaction, and replies once the transaction is durable.
-    pub(super) fn execute_requests(&mut self, asked: Vec<(u64, QueuedKvRequest)>) {
-        let (places, requests): (Vec<_>, Vec<_>) = asked
+    pub(super) fn execute_requests(&mut self, change: Vec<(u64, QueuedKvRequest)>) {
+        let (places, requests): (Vec<_>, Vec<_>) = change
             .into_iter()
-            .map(|(name, asked)| {
-                let place = (asked.mailbox, asked.slot);
-                (place, (name, asked.capacity, asked.request))
+            .map(|(name, request)| {
+                let place = (request.mailbox, request.slot);
+                (place, (name, request.capacity, request.request))
             })
             .unzip();
         // The database may panic on a damaged file. Guests must get replies in this case, too.
@@ -168,7 +168,7 @@ fn execute_transaction(
                 let (space, usage) = (&mut TableKeySpaceMut { table, name }, &mut usage_now);
                 let reply = match asked {
                     KvRequest::Query(query) => execute_query(space, query)?,
-                    KvRequest::Change(asked) => execute_change(space, usage, capacity, asked)?,
+                    KvRequest::Change(change) => execute_change(space, usage, capacity, change)?,
                     KvRequest::Batch(steps) => execute_batch(space, usage, capacity, steps)?,
                 };
                 if reply.status.is_success() {

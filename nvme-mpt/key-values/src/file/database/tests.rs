@@ -146,16 +146,16 @@ fn execute_requests(
     requests: Vec<KvRequest>,
 ) -> Vec<KvReply> {
     let mailbox = Arc::new(KvReplyQueue::new(requests.len()).expect("an eventfd"));
-    let asked = (0..).zip(requests).map(|(slot, request)| {
-        let asked = QueuedKvRequest {
+    let queued = (0..).zip(requests).map(|(slot, request)| {
+        let change = QueuedKvRequest {
             mailbox: mailbox.clone(),
             slot,
             capacity: 1 << 30,
             request,
         };
-        (name, asked)
+        (name, change)
     });
-    store.execute_requests(asked.collect());
+    store.execute_requests(queued.collect());
     let mut replies = Vec::new();
     mailbox.take(&mut replies);
     replies.into_iter().map(|(_, reply)| reply).collect()
@@ -175,12 +175,12 @@ fn stored(number: u8, value: &[u8]) -> KvRequest {
 
 /// Returns the values of a key space, by the numbers of their keys.
 fn content(store: &mut KeyValueDatabase<Disk>, name: u64) -> BTreeMap<u8, Vec<u8>> {
-    let room = 1 << 20;
+    let max_bytes = 1 << 20;
     let numbers: Vec<u8> = (0..8).collect();
     let queries = numbers.iter().map(|number| {
         KvRequest::Query(KvQuery::Retrieve {
             key: key(*number),
-            max_bytes: room,
+            max_bytes,
         })
     });
     let replies = execute_requests(store, name, queries.collect());
@@ -208,7 +208,7 @@ fn combine_changes(as_one: bool, requests: Vec<KvRequest>) -> Vec<KvRequest> {
         return requests;
     }
     let steps = requests.into_iter().map(|request| match request {
-        KvRequest::Change(asked) => Ok(KvBatchStep::Change(asked)),
+        KvRequest::Change(change) => Ok(KvBatchStep::Change(change)),
         other => panic!("no change: {other:?}"),
     });
     vec![KvRequest::Batch(steps.collect())]

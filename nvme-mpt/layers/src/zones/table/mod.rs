@@ -37,7 +37,7 @@ impl Zone {
     fn from_word(word: u64, capacity: u64) -> Self {
         let state = ZoneState(word as u8 ^ ZoneState::EMPTY.0);
         let written = word >> 8;
-        let sound = match state {
+        let is_valid = match state {
             ZoneState::EMPTY => written == 0,
             ZoneState::IMPLICITLY_OPENED | ZoneState::EXPLICITLY_OPENED | ZoneState::CLOSED => {
                 written < capacity
@@ -45,7 +45,7 @@ impl Zone {
             ZoneState::FULL | ZoneState::READ_ONLY | ZoneState::OFFLINE => written <= capacity,
             _ => false,
         };
-        match sound {
+        match is_valid {
             true => Self {
                 state,
                 written,
@@ -109,13 +109,13 @@ impl ZoneTable {
     pub(super) fn new(
         geometry: ZoneGeometry,
         resources: ZoneResources,
-        kept: ZoneTableWords,
+        stored: ZoneTableWords,
     ) -> Self {
         let ZoneTableWords {
             words,
             first,
             count,
-        } = kept;
+        } = stored;
         let first_word = first as usize;
         let zones: Box<[Zone]> = (0..count as usize)
             .map(|index| Zone::from_word(words.load(first_word + index), geometry.capacity))

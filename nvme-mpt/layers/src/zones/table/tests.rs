@@ -25,12 +25,12 @@ fn words() -> SharedWords {
 
 fn table_of(words: &SharedWords, open: u32, active: u32) -> ZoneTable {
     let resources = ZoneResources { open, active };
-    let kept = ZoneTableWords {
+    let stored_words = ZoneTableWords {
         words: words.clone(),
         first: FIRST,
         count: ZONES,
     };
-    ZoneTable::new(GEOMETRY, resources, kept)
+    ZoneTable::new(GEOMETRY, resources, stored_words)
 }
 
 fn table(open: u32, active: u32) -> ZoneTable {

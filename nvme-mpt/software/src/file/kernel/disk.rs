@@ -99,10 +99,14 @@ pub(super) struct SimulatedDisk {
 
 impl SimulatedDisk {
     /// Creates a disk with a file of zeroes.
-    pub(super) fn new(bytes: usize, habits: DiskModelParameters, keeps: u64) -> Self {
+    pub(super) fn new(
+        bytes: usize,
+        parameters: DiskModelParameters,
+        held_requests_max: u64,
+    ) -> Self {
         Self {
-            parameters: habits,
-            held_requests_max: keeps,
+            parameters,
+            held_requests_max,
             stable: vec![0; bytes],
             device: vec![0; bytes],
             ..Self::default()
@@ -121,13 +125,13 @@ impl SimulatedDisk {
     pub(super) fn open(&mut self, process: u64) -> u64 {
         self.opened += 1;
         // If no description has received the latest error, a new description still receives it.
-        let told = match self.is_error_seen {
+        let reported = match self.is_error_seen {
             true => self.error,
             false => 0,
         };
         let description = OpenFileDescription {
             process,
-            reported_error: told,
+            reported_error: reported,
             holders: 0,
             is_closed: false,
         };
@@ -219,9 +223,9 @@ impl SimulatedDisk {
             let number = at / PAGE;
             let start = number * PAGE;
             let end = (start + PAGE).min(self.device.len());
-            let there = &self.device[start..end];
+            let stored = &self.device[start..end];
             let page = self.cache.entry(number).or_insert_with(|| CachedPage {
-                bytes: there.to_vec(),
+                bytes: stored.to_vec(),
                 is_dirty: false,
             });
             let from = at - start;
@@ -307,15 +311,15 @@ impl SimulatedDisk {
     /// Makes a range durable, and with the range the whole volatile cache of the device.
     pub(super) fn sync(&mut self, open: u64, offset: usize, len: usize) -> Result<(), i32> {
         self.write_back(offset, len);
-        let told = self.report_error(open);
+        let reported = self.report_error(open);
         if happens(self.parameters.failed_flushes) {
             self.failures += 1;
-            return told.and(Err(libc::EIO));
+            return reported.and(Err(libc::EIO));
         }
         for (offset, bytes) in self.volatile.drain(..) {
             self.stable[offset..offset + bytes.len()].copy_from_slice(&bytes);
         }
-        told
+        reported
     }
 
     /// Simulates a crash of the machine. The file then has the content of the stable media.

@@ -44,7 +44,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
         let what = "it is neither a file nor a block device";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
-    let origin = BackingId::from_path(&path)?;
+    let backing_id = BackingId::from_path(&path)?;
     let mut options = OpenOptions::new();
     options.read(true).write(true);
     // An exclusive open of a block device fails if the device is mounted or otherwise in use.
@@ -77,7 +77,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     })?;
     Ok(OpenedFile {
         path,
-        backing_id: origin,
+        backing_id,
         file,
         bytes,
         is_regular: kind.is_file(),
@@ -123,7 +123,7 @@ impl std::fmt::Debug for Uring {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Uring")
             .field("in_flight", &self.in_flight)
-            .field("behind", &self.has_unsubmitted)
+            .field("has_unsubmitted", &self.has_unsubmitted)
             .finish_non_exhaustive()
     }
 }
@@ -187,7 +187,7 @@ impl FileIoRing for Uring {
         &mut self,
         tag: u64,
         request: FileIoRequest<'_>,
-        manner: RequestIssueMode,
+        mode: RequestIssueMode,
     ) -> io::Result<()> {
         let count = |vectors: &IoVectors| vectors.remaining().len() as u32;
         let start = |vectors: &IoVectors| vectors.remaining().as_ptr();
@@ -216,7 +216,7 @@ impl FileIoRing for Uring {
             FileIoRequest::Punch { fd, offset, len } => fallocate(fd, offset, len, PUNCH),
         };
         let entry = entry.user_data(tag);
-        let entry = match manner {
+        let entry = match mode {
             RequestIssueMode::Inline => entry,
             RequestIssueMode::Worker => entry.flags(squeue::Flags::ASYNC),
         };
@@ -261,8 +261,8 @@ impl FileIoRing for Uring {
         self.ring.as_raw_fd()
     }
 
-    fn wait_idle(&mut self, patience: Duration) -> bool {
-        let deadline = Deadline::after(&SystemClock::shared(), patience);
+    fn wait_idle(&mut self, timeout: Duration) -> bool {
+        let deadline = Deadline::after(&SystemClock::shared(), timeout);
         let slice = types::Timespec::from(Duration::from_millis(100));
         while self.in_flight > 0 {
             let arguments = types::SubmitArgs::new().timespec(&slice);
@@ -466,14 +466,14 @@ fn can_deallocate(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
     }
     // A device that cannot write zeroes does not deallocate, since its discarded blocks would have undefined content.
     let device = file.metadata()?.rdev();
-    let folder = format!(
+    let dir = format!(
         "/sys/dev/block/{}:{}",
         libc::major(device),
         libc::minor(device)
     );
     // A partition has no request queue of its own, so the device's queue counts.
     let limit = ["queue", "../queue"].iter().find_map(|queue| {
-        let path = format!("{folder}/{queue}/write_zeroes_max_bytes");
+        let path = format!("{dir}/{queue}/write_zeroes_max_bytes");
         std::fs::read_to_string(path).ok()
     });
     let limit = limit.and_then(|limit| limit.trim().parse().ok());
@@ -490,10 +490,10 @@ fn may_block(file: &File, kind: FileType) -> bool {
     let below = file.metadata().ok().and_then(|metadata| {
         let device = metadata.rdev();
         let (major, minor) = (libc::major(device), libc::minor(device));
-        let folder = format!("/sys/dev/block/{major}:{minor}");
+        let dir = format!("/sys/dev/block/{major}:{minor}");
         // A partition has no backing file of its own, so the loop device's file counts.
         let mut places = ["loop", "../loop"].iter();
-        places.find_map(|place| std::fs::read(format!("{folder}/{place}/backing_file")).ok())
+        places.find_map(|place| std::fs::read(format!("{dir}/{place}/backing_file")).ok())
     });
     let Some(below) = below else {
         return false;
@@ -581,8 +581,8 @@ mod tests {
     fn a_small_ring_leaves_its_thread_workers_enough() {
         let first = Uring::new(1).expect("a ring");
         let mut most = [UNCHANGED; 2];
-        let asked = first.ring.submitter().register_iowq_max_workers(&mut most);
-        asked.expect("the kernel knows the limit");
+        let result = first.ring.submitter().register_iowq_max_workers(&mut most);
+        result.expect("the kernel knows the limit");
         assert_eq!(most[0], WORKERS);
     }
 }

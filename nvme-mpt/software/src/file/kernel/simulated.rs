@@ -105,15 +105,16 @@ struct SimulatedRequest {
     operation: SimulatedOperation,
     /// Time at which the request takes effect. Once it has, the time at which it completes.
     due: Duration,
-    is_kept: bool,
+    is_written: bool,
     result: Option<Result<usize, i32>>,
 }
 
-/// Starts a machine whose disk has a file of `bytes` zeroes. The disk holds at most `keeps` requests for many seconds.
-pub fn format(bytes: u64, habits: DiskModelParameters, keeps: u64) {
+/// Starts a machine whose disk has a file of `bytes` zeroes. The disk holds at most `held_requests_max` requests for many
+/// seconds.
+pub fn format(bytes: u64, parameters: DiskModelParameters, held_requests_max: u64) {
     with(|kernel| {
         *kernel = SimulatedKernel {
-            disk: SimulatedDisk::new(bytes as usize, habits, keeps),
+            disk: SimulatedDisk::new(bytes as usize, parameters, held_requests_max),
             ..SimulatedKernel::default()
         };
     });
@@ -135,11 +136,11 @@ pub fn end_process(process: u64) {
         for (ring, state) in rings.filter(|(_, state)| state.process == process) {
             state.is_dead = true;
             let disk = &mut kernel.disk;
-            kernel.requests.retain(|asked| {
-                let stays =
-                    asked.ring != *ring || asked.result.is_none() && !asked.is_kept && happens(2);
+            kernel.requests.retain(|request| {
+                let stays = request.ring != *ring
+                    || request.result.is_none() && !request.is_written && happens(2);
                 if !stays {
-                    disk.release(asked.open);
+                    disk.release(request.open);
                 }
                 stays
             });
@@ -161,13 +162,13 @@ pub fn transfers() -> usize {
     with(|kernel| {
         let requests = kernel.requests.iter();
         requests
-            .filter(|asked| {
+            .filter(|request| {
                 matches!(
-                    asked.operation,
+                    request.operation,
                     SimulatedOperation::Read(_) | SimulatedOperation::Write { .. }
                 )
             })
-            .filter(|asked| asked.result.is_none())
+            .filter(|request| request.result.is_none())
             .count()
     })
 }
@@ -230,17 +231,19 @@ pub fn run(is_over: &AtomicBool) {
 fn execute_step() {
     let next = with(|kernel| {
         let requests = kernel.requests.iter();
-        let next = requests.enumerate().min_by_key(|(_, asked)| asked.due)?;
+        let next = requests
+            .enumerate()
+            .min_by_key(|(_, request)| request.due)?;
         Some((next.0, next.1.clone()))
     });
-    let Some((index, asked)) = next else {
+    let Some((index, request)) = next else {
         return;
     };
-    let event = match asked.result {
+    let event = match request.result {
         None => {
             with(|kernel| {
                 let before = kernel.disk.reported_errors;
-                let result = kernel.take_effect(&asked);
+                let result = kernel.take_effect(&request);
                 let tells = kernel.disk.reported_errors > before;
                 let mut after = kernel.time();
                 // Lets other syncs on this description run meanwhile. They find no error, since this sync has received it.
@@ -248,17 +251,17 @@ fn execute_step() {
                     after += preemption_time();
                 }
                 // The request is still at this index, since only a cancellation could have changed the request.
-                let asked = &mut kernel.requests[index];
-                asked.result = Some(result);
-                asked.due = now() + after;
+                let request = &mut kernel.requests[index];
+                request.result = Some(result);
+                request.due = now() + after;
             });
             None
         }
         Some(result) => with(|kernel| {
             kernel.requests.remove(index);
-            kernel.disk.release(asked.open);
-            let tag = asked.tag;
-            let state = kernel.rings.get_mut(&asked.ring)?;
+            kernel.disk.release(request.open);
+            let tag = request.tag;
+            let state = kernel.rings.get_mut(&request.ring)?;
             state
                 .completions
                 .push_back(FileIoCompletion { tag, result });
@@ -267,7 +270,7 @@ fn execute_step() {
             event
         }),
     };
-    let step = match asked.operation {
+    let step = match request.operation {
         SimulatedOperation::Read(_) => ActorStep::ReadFile,
         SimulatedOperation::Sync => ActorStep::SyncFile,
         _ => ActorStep::WriteFile,
@@ -276,7 +279,7 @@ fn execute_step() {
         let _full = eventfd::signal(&event);
     }
     acted();
-    turn(step, [asked.tag, asked.offset]);
+    turn(step, [request.tag, request.offset]);
 }
 
 /// Returns the time for which a worker is preempted after its request took effect.
@@ -287,7 +290,7 @@ fn preemption_time() -> Duration {
 
 impl SimulatedKernel {
     fn next(&self) -> Option<Duration> {
-        self.requests.iter().map(|asked| asked.due).min()
+        self.requests.iter().map(|request| request.due).min()
     }
 
     /// Returns a random duration of one step of a request.
@@ -305,7 +308,7 @@ impl SimulatedKernel {
             ..
         } = self;
         rings.retain(|ring, state| {
-            let is_gone = state.is_dead && !requests.iter().any(|asked| asked.ring == *ring);
+            let is_gone = state.is_dead && !requests.iter().any(|request| request.ring == *ring);
             if is_gone {
                 state.held_files.iter().for_each(|open| disk.release(*open));
             }
@@ -314,15 +317,15 @@ impl SimulatedKernel {
     }
 
     /// Makes a request take effect. Returns its result.
-    fn take_effect(&mut self, asked: &SimulatedRequest) -> Result<usize, i32> {
-        let offset = asked.offset as usize;
-        let habits = self.disk.parameters;
-        if let SimulatedOperation::Cancel(target) = asked.operation {
-            return self.cancel(asked.ring, target);
+    fn take_effect(&mut self, request: &SimulatedRequest) -> Result<usize, i32> {
+        let offset = request.offset as usize;
+        let parameters = self.disk.parameters;
+        if let SimulatedOperation::Cancel(target) = request.operation {
+            return self.cancel(request.ring, target);
         }
-        let is_interrupted = happens(habits.interruptions);
+        let is_interrupted = happens(parameters.interruptions);
         let interrupted = Err([libc::EINTR, libc::EAGAIN][random() as usize % 2]);
-        match &asked.operation {
+        match &request.operation {
             SimulatedOperation::Read(_) | SimulatedOperation::Write { .. } if is_interrupted => {
                 interrupted
             }
@@ -335,11 +338,11 @@ impl SimulatedKernel {
                 let mut bytes = gather(from);
                 // With direct I/O, a short write ends at a block boundary. A write that ends within a block would mean a
                 // truncated file.
-                let unit = if habits.is_direct { PAGE } else { SECTOR };
+                let unit = if parameters.is_direct { PAGE } else { SECTOR };
                 bytes.truncate(self.moved(from, unit));
                 self.disk.write(offset, &bytes);
                 if *is_durable {
-                    self.disk.sync(asked.open, offset, bytes.len())?;
+                    self.disk.sync(request.open, offset, bytes.len())?;
                 }
                 Ok(bytes.len())
             }
@@ -349,14 +352,14 @@ impl SimulatedKernel {
                     // An interrupted sync may have written pages back, and may have consumed the error of its description.
                     if happens(2) {
                         self.disk.write_back(0, all);
-                        let _told = self.disk.report_error(asked.open);
+                        let _told = self.disk.report_error(request.open);
                     }
                     return interrupted;
                 }
-                self.disk.sync(asked.open, 0, all).map(|()| 0)
+                self.disk.sync(request.open, 0, all).map(|()| 0)
             }
             SimulatedOperation::Zero(len) | SimulatedOperation::Punch(len) => {
-                if happens(habits.refused_slices) {
+                if happens(parameters.refused_slices) {
                     return Err([libc::ENOSPC, libc::EBUSY][random() as usize % 2]);
                 }
                 let len = *len as usize;
@@ -376,7 +379,7 @@ impl SimulatedKernel {
     fn refuse_cancellations(&mut self) {
         let (refused, others) = std::mem::take(&mut self.requests)
             .into_iter()
-            .partition(|asked| matches!(asked.operation, SimulatedOperation::Cancel(_)));
+            .partition(|request| matches!(request.operation, SimulatedOperation::Cancel(_)));
         self.requests = others;
         for SimulatedRequest {
             ring, tag, open, ..
@@ -405,13 +408,13 @@ impl SimulatedKernel {
 
     fn cancel(&mut self, ring: u64, target: u64) -> Result<usize, i32> {
         let mut requests = self.requests.iter_mut();
-        let asked = requests.find(|asked| asked.ring == ring && asked.tag == target);
-        let asked = asked.ok_or(libc::ENOENT)?;
-        if asked.result.is_some() || !asked.is_kept && happens(2) {
+        let request = requests.find(|request| request.ring == ring && request.tag == target);
+        let request = request.ok_or(libc::ENOENT)?;
+        if request.result.is_some() || !request.is_written && happens(2) {
             return Err(libc::EALREADY);
         }
-        asked.result = Some(Err(libc::ECANCELED));
-        asked.due = now();
+        request.result = Some(Err(libc::ECANCELED));
+        request.due = now();
         Ok(0)
     }
 }
@@ -538,7 +541,7 @@ impl BackingId {
 /// Opens the simulated file.
 pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     let file = File::open();
-    let habits = with(|kernel| kernel.disk.parameters);
+    let parameters = with(|kernel| kernel.disk.parameters);
     Ok(OpenedFile {
         path: PathBuf::from(path),
         backing_id: BackingId("simulated:file".to_owned().into()),
@@ -546,11 +549,11 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
         file,
         is_regular: true,
         is_in_memory: false,
-        direct: habits.is_direct.then_some(DirectAlignment {
+        direct: parameters.is_direct.then_some(DirectAlignment {
             memory: SECTOR,
             offset: SECTOR as u64,
         }),
-        can_punch_holes: habits.punches_holes,
+        can_punch_holes: parameters.punches_holes,
         may_block: false,
     })
 }
@@ -749,7 +752,7 @@ impl Uring {
             offset,
             operation: what,
             due: Duration::ZERO,
-            is_kept: false,
+            is_written: false,
             result: None,
         });
     }
@@ -760,7 +763,7 @@ impl FileIoRing for Uring {
         &mut self,
         tag: u64,
         request: FileIoRequest<'_>,
-        manner: RequestIssueMode,
+        mode: RequestIssueMode,
     ) -> io::Result<()> {
         let parts = |vectors: &IoVectors| vectors.parts().collect();
         let (fd, offset, what) = match request {
@@ -786,21 +789,23 @@ impl FileIoRing for Uring {
         self.push(tag, fd, offset, what);
         // A request in a worker thread may block, so it is never held for long. A held request on which other requests depend
         // would make pollers poll millions of times.
-        if let (RequestIssueMode::Inline, Some(asked)) = (manner, self.prepared.last_mut()) {
-            asked.is_kept = with(|kernel| {
+        if let (RequestIssueMode::Inline, Some(simulated_request)) =
+            (mode, self.prepared.last_mut())
+        {
+            simulated_request.is_written = with(|kernel| {
                 let disk = &mut kernel.disk;
-                let may_be_kept = match asked.operation {
+                let may_be_kept = match simulated_request.operation {
                     SimulatedOperation::Sync => true,
                     SimulatedOperation::Read(_) | SimulatedOperation::Write { .. } => {
                         !disk.parameters.is_direct
                     }
                     _ => false,
                 };
-                let is_kept = may_be_kept
+                let is_written = may_be_kept
                     && disk.held_requests_max > 0
                     && happens(disk.parameters.held_requests);
-                disk.held_requests_max -= u64::from(is_kept);
-                is_kept
+                disk.held_requests_max -= u64::from(is_written);
+                is_written
             });
         }
         Ok(())
@@ -821,16 +826,16 @@ impl FileIoRing for Uring {
             if happens(kernel.disk.parameters.refused_calls) {
                 return true;
             }
-            for mut asked in self.prepared.drain(..) {
-                let time = match asked.is_kept {
+            for mut request in self.prepared.drain(..) {
+                let time = match request.is_written {
                     true => {
                         HOLD_TIME_MAX.mul_f64((random() % 1000) as f64 / 1000.0) + HOLD_TIME_MAX / 4
                     }
                     false => kernel.time(),
                 };
-                asked.due = now() + time;
-                kernel.disk.hold(asked.open);
-                kernel.requests.push(asked);
+                request.due = now() + time;
+                kernel.disk.hold(request.open);
+                kernel.requests.push(request);
             }
             false
         });
@@ -864,8 +869,8 @@ impl FileIoRing for Uring {
         self.event.as_raw_fd()
     }
 
-    fn wait_idle(&mut self, patience: Duration) -> bool {
-        wait_for(Some(patience), || {
+    fn wait_idle(&mut self, timeout: Duration) -> bool {
+        wait_for(Some(timeout), || {
             self.submit();
             while self.take().is_some() {}
             (self.in_flight == 0).then_some(())

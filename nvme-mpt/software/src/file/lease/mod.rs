@@ -95,8 +95,8 @@ impl WriteErrorProbe {
     fn check(&self) -> io::Result<()> {
         let files = [Some(&self.file), self.companion.as_ref()];
         // Checks all files even after an error, so that no old error is left for the next check.
-        let asked = files.map(|file| file.map_or(Ok(()), write_back_error));
-        probe_result(asked.into_iter().collect())
+        let results = files.map(|file| file.map_or(Ok(()), write_back_error));
+        probe_result(results.into_iter().collect())
     }
 }
 
@@ -192,15 +192,15 @@ impl LeasedFile {
 
     /// Opens a probe for a queue. An error that the new probe does not receive is recorded by a check of the lease's own probe.
     pub(super) fn open_probe(&self) -> io::Result<WriteErrorProbe> {
-        let witness = WriteErrorProbe::open(&self.shared)?;
+        let probe = WriteErrorProbe::open(&self.shared)?;
         // An error that occurs between the two calls is reported to both probes.
         self.check_own_probe();
-        Ok(witness)
+        Ok(probe)
     }
 
     /// Checks a queue's probe at the end of a Flush or of a write with FUA. Returns an error status if writes were lost.
-    pub(super) fn check_probe(&self, witness: &WriteErrorProbe) -> Result<(), Status> {
-        witness
+    pub(super) fn check_probe(&self, probe: &WriteErrorProbe) -> Result<(), Status> {
+        probe
             .check()
             .map_err(|error| self.handle_write_error(&error))
     }
@@ -214,9 +214,9 @@ impl LeasedFile {
 
     /// Checks the lease's own probe, and records its error. Returns whether it had one.
     fn record_own_error(&self) -> bool {
-        let witness = self.probe.lock().unwrap_or_else(PoisonError::into_inner);
-        let asked = witness.check();
-        asked
+        let probe = self.probe.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = probe.check();
+        result
             .inspect_err(|error| self.record_write_error(error))
             .is_err()
     }
@@ -517,8 +517,8 @@ fn probe_result(result: io::Result<()>) -> io::Result<()> {
 
 #[cfg(test)]
 fn probe_result(result: io::Result<()>) -> io::Result<()> {
-    let told = NEXT_PROBE_ERROR.take();
-    told.map_or(result, |errno| Err(io::Error::from_raw_os_error(errno)))
+    let reported = NEXT_PROBE_ERROR.take();
+    reported.map_or(result, |errno| Err(io::Error::from_raw_os_error(errno)))
 }
 
 #[cfg(test)]

@@ -261,7 +261,7 @@ fn opened(file: &tempfile::NamedTempFile) -> OwnedFd {
 }
 
 #[test]
-fn a_continued_lease_asks_the_spare_witness_until_a_vmm_connects() {
+fn a_continued_lease_asks_the_spare_probe_until_a_vmm_connects() {
     let scene = Scene::new();
     let lease = scene.store.open_for_lease("a", 1 << 20, None).unwrap();
     assert!(lease.restore_spare_fds(vec![opened(&scene.file)]).unwrap());
@@ -280,7 +280,7 @@ fn a_continued_lease_asks_the_spare_witness_until_a_vmm_connects() {
 }
 
 #[test]
-fn a_spare_witness_is_of_the_same_files_in_any_order() {
+fn a_spare_probe_is_of_the_same_files_in_any_order() {
     let scene = Scene::new();
     let (companion, other) = (
         tempfile::NamedTempFile::new().unwrap(),
@@ -299,8 +299,8 @@ fn a_spare_witness_is_of_the_same_files_in_any_order() {
         assert!(!take(wrong));
     }
     let shared = &scene.store.shared;
-    let kept = companion.reopen().unwrap();
-    shared.companion.set(Arc::new(kept)).unwrap();
+    let reopened = companion.reopen().unwrap();
+    shared.companion.set(Arc::new(reopened)).unwrap();
     assert!(take(&[file, &companion]) && take(&[&companion, file]));
     for wrong in [&[file][..], &[file, &other], &[file, &companion, &other]] {
         assert!(!take(wrong));

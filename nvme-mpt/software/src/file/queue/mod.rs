@@ -140,32 +140,32 @@ impl<R: FileIoRing, C: TickClock> FileQueue<R, C> {
         lease: &Arc<LeasedFile>,
         slots: u16,
     ) -> io::Result<Self> {
-        let room = usize::from(slots);
+        let capacity = usize::from(slots);
         let file = lease.shared.clone();
-        let witness = lease.open_probe()?;
+        let probe = lease.open_probe()?;
         let lane = lease.claims.open_lane();
         file.lanes.add(&lane);
         let timeout = file.timeout.get().copied().map(checks_in);
         Ok(Self {
             lease: lease.clone(),
-            probe: witness,
+            probe,
             ring,
             clock,
             commands: std::iter::repeat_with(FileCommand::default)
-                .take(room)
+                .take(capacity)
                 .collect(),
             lane,
             is_size_checked: false,
             has_found_no_pages: false,
             file,
-            submitted: VecDeque::with_capacity(room),
-            wait_queues: ResourceWaitQueues::new(room),
+            submitted: VecDeque::with_capacity(capacity),
+            wait_queues: ResourceWaitQueues::new(capacity),
             bounces: QueueBounceBuffers::new(),
-            syncs: QueueSyncs::new(room),
-            blocked: Vec::with_capacity(room),
-            unblocking: Vec::with_capacity(room),
-            completed: Vec::with_capacity(room),
-            completing: Vec::with_capacity(room),
+            syncs: QueueSyncs::new(capacity),
+            blocked: Vec::with_capacity(capacity),
+            unblocking: Vec::with_capacity(capacity),
+            completed: Vec::with_capacity(capacity),
+            completing: Vec::with_capacity(capacity),
             age_timer: RequestAgeTimer::new(),
             passes: 0,
             retry_ticks: ticks_in(RETRY_INTERVAL),
@@ -573,10 +573,11 @@ impl<R: FileIoRing, C: TickClock> HostQueue for FileQueue<R, C> {
     }
 
     fn next_due(&self) -> Option<Ticks> {
-        let look = (self.ring.in_flight() > 0 && !self.has_failed).then_some(self.age_timer.next);
+        let age_check =
+            (self.ring.in_flight() > 0 && !self.has_failed).then_some(self.age_timer.next);
         let retry =
             (!self.blocked.is_empty() || self.ring.has_unsubmitted()).then_some(self.retry_at);
-        [look, retry].into_iter().flatten().min()
+        [age_check, retry].into_iter().flatten().min()
     }
 
     /// Waits for pending requests, because the kernel must not write to memory that the queue has freed.
@@ -584,12 +585,12 @@ impl<R: FileIoRing, C: TickClock> HostQueue for FileQueue<R, C> {
         if self.has_pending_at_end {
             return false;
         }
-        let patience = if self.has_failed {
+        let timeout = if self.has_failed {
             FAILED_CLOSE_TIMEOUT
         } else {
             CLOSE_TIMEOUT
         };
-        let settled = self.ring.wait_idle(patience);
+        let settled = self.ring.wait_idle(timeout);
         if !settled {
             self.has_pending_at_end = true;
             error!(

@@ -11,17 +11,17 @@ fn a_request_that_the_kernel_keeps_is_cancelled_and_repeated() {
         panic!("one request");
     };
     assert_eq!(
-        (first.what, first.manner),
+        (first.what, first.mode),
         (KernelRequestKind::Write, RequestIssueMode::Inline)
     );
     assert!(drive.advance_checks(&clock, OVERDUE_CHECKS).is_empty());
     assert_eq!(ring.pending_requests(), [first], "it is not overdue");
     assert!(drive.advance_checks(&clock, 2).is_empty());
-    let [kept, cancellation] = ring.pending_requests()[..] else {
+    let [pending, cancellation] = ring.pending_requests()[..] else {
         panic!("a cancellation beside it");
     };
     assert_eq!(
-        (kept, cancellation.what),
+        (pending, cancellation.what),
         (first, KernelRequestKind::Cancel(first.tag))
     );
     ring.0.borrow_mut().end(cancellation, Ok(0));
@@ -29,7 +29,7 @@ fn a_request_that_the_kernel_keeps_is_cancelled_and_repeated() {
     assert!(drive.reap().is_empty());
     let repeated = ring.pending_requests();
     let by_thread = KernelRequest {
-        manner: RequestIssueMode::Worker,
+        mode: RequestIssueMode::Worker,
         ..first
     };
     assert_eq!(repeated, [by_thread]);
@@ -107,11 +107,11 @@ fn a_request_that_is_repeated_is_waited_for() {
     let (mut drive, ring, clock) = Drive::fake();
     drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
     drive.advance_checks(&clock, OVERDUE_CHECKS + 2);
-    let [kept, cancellation] = ring.pending_requests()[..] else {
+    let [pending, cancellation] = ring.pending_requests()[..] else {
         panic!("a cancellation beside it");
     };
     ring.0.borrow_mut().end(cancellation, Ok(0));
-    ring.0.borrow_mut().end(kept, Err(libc::ECANCELED));
+    ring.0.borrow_mut().end(pending, Err(libc::ECANCELED));
     drive.reap();
     assert!(
         drive
@@ -133,7 +133,7 @@ fn a_request_that_cannot_be_cancelled_is_waited_for() {
     let (mut drive, ring, clock) = Drive::fake();
     drive.ring(&[drive.transfer(NvmOpcode::FLUSH, 0, 0, 1, 0)]);
     drive.advance_checks(&clock, OVERDUE_CHECKS + 2);
-    let [kept, cancellation] = ring.pending_requests()[..] else {
+    let [pending, cancellation] = ring.pending_requests()[..] else {
         panic!("a cancellation beside it");
     };
     ring.0.borrow_mut().end(cancellation, Err(libc::EALREADY));
@@ -142,9 +142,9 @@ fn a_request_that_cannot_be_cancelled_is_waited_for() {
             .advance_checks(&clock, 1000 * OVERDUE_CHECKS)
             .is_empty()
     );
-    assert_eq!(ring.pending_requests(), [kept]);
+    assert_eq!(ring.pending_requests(), [pending]);
     assert!(!drive.queue.has_failed());
-    ring.0.borrow_mut().end(kept, Ok(0));
+    ring.0.borrow_mut().end(pending, Ok(0));
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
 }
 
@@ -324,13 +324,13 @@ fn a_request_that_is_interrupted_for_ever_is_an_error() {
 
 #[test]
 fn settle_reports_requests_that_never_complete() {
-    for keeps in [false, true] {
+    for keeps_request in [false, true] {
         let (mut drive, ring, _) = Drive::fake();
         drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
-        ring.0.borrow_mut().keeps = keeps;
-        assert_eq!(drive.queue.drain(), !keeps);
+        ring.0.borrow_mut().keeps_requests = keeps_request;
+        assert_eq!(drive.queue.drain(), !keeps_request);
         // The queue waits only once. A second call, as when the queue is dropped, returns the result of the first call.
-        ring.0.borrow_mut().keeps = false;
-        assert_eq!(drive.queue.drain(), !keeps);
+        ring.0.borrow_mut().keeps_requests = false;
+        assert_eq!(drive.queue.drain(), !keeps_request);
     }
 }

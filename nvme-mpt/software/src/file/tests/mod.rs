@@ -71,7 +71,7 @@ struct KernelRequest {
     fd: RawFd,
     offset: u64,
     len: u64,
-    manner: RequestIssueMode,
+    mode: RequestIssueMode,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +96,7 @@ struct Kernel {
     refuses: usize,
     behind: bool,
     /// True if requests never complete.
-    keeps: bool,
+    keeps_requests: bool,
 }
 
 impl Kernel {
@@ -115,7 +115,7 @@ impl FileIoRing for FakeRing {
         &mut self,
         tag: u64,
         request: FileIoRequest<'_>,
-        manner: RequestIssueMode,
+        mode: RequestIssueMode,
     ) -> io::Result<()> {
         let (what, fd, offset, len) = match request {
             FileIoRequest::Read { fd, offset, into } => {
@@ -134,7 +134,7 @@ impl FileIoRing for FakeRing {
             fd,
             offset,
             len,
-            manner,
+            mode,
         });
         Ok(())
     }
@@ -146,7 +146,7 @@ impl FileIoRing for FakeRing {
             fd: -1,
             offset: 0,
             len: 0,
-            manner: RequestIssueMode::Inline,
+            mode: RequestIssueMode::Inline,
         });
         Ok(())
     }
@@ -187,10 +187,10 @@ impl FileIoRing for FakeRing {
 
     fn wait_idle(&mut self, _: Duration) -> bool {
         let mut kernel = self.0.borrow_mut();
-        if !kernel.keeps {
+        if !kernel.keeps_requests {
             kernel.pending.clear();
         }
-        !kernel.keeps
+        !kernel.keeps_requests
     }
 }
 
@@ -335,10 +335,10 @@ impl Drive<FakeRing, TestClock> {
         (Self::new(ring.clone(), clock.clone()), ring, clock)
     }
 
-    /// Lets `looks` age checks become due, and polls the queue whenever `next_due` requests it.
-    fn advance_checks(&mut self, clock: &TestClock, looks: u32) -> Vec<(u16, Status)> {
+    /// Lets `checks` age checks become due, and polls the queue whenever `next_due` requests it.
+    fn advance_checks(&mut self, clock: &TestClock, checks: u32) -> Vec<(u16, Status)> {
         let mut done = Vec::new();
-        for _ in 0..looks {
+        for _ in 0..checks {
             let due = self.queue.next_due().expect("a request is in flight");
             assert!(due.0 <= clock.now() + ticks_in(Duration::from_secs(1)));
             clock.0.set(clock.now().max(due.0));

@@ -24,13 +24,13 @@ impl Drive<FakeRing, TestClock> {
     /// Executes a transfer of a page. Returns whether the transfer needed a request to the kernel.
     fn needs_kernel(&mut self, ring: &FakeRing, opcode: NvmOpcode, slba: u64) -> bool {
         self.ring(&[self.transfer(opcode, 0, slba, BLOCKS, 0)]);
-        let asked = !ring.pending_requests().is_empty();
-        if asked {
+        let is_requested = !ring.pending_requests().is_empty();
+        if is_requested {
             ring.succeed();
         }
         assert_eq!(self.reap(), [(0, Status::SUCCESS)]);
         assert_eq!(ring.pending_requests(), []);
-        asked
+        is_requested
     }
 
     /// Returns the word that fills a page of the file.

@@ -113,8 +113,9 @@ fn data_pointers_follow_the_current_memory_map() {
         guest.poll(&mut host);
         let iova = host.commands[0].dptr[0];
         let table = guest.window.table();
-        let here = table.translate(gpa, PAGE, DmaDirection::ToGuest, &mut RegionHint::default());
-        assert_eq!(Some(iova), here.map(|iova| iova.bits()));
+        let translated =
+            table.translate(gpa, PAGE, DmaDirection::ToGuest, &mut RegionHint::default());
+        assert_eq!(Some(iova), translated.map(|iova| iova.bits()));
         host.complete(0);
         guest.poll(&mut host);
         assert_eq!(guest.completion(completion), Some(Status::SUCCESS));
@@ -233,9 +234,9 @@ fn a_ring_that_may_be_back_is_looked_for_before_its_queue_fails() {
 #[test]
 fn commands_that_wait_to_be_carried_out_again_stay_recorded_when_their_ring_is_back() {
     const SLOT: u16 = 3;
-    let live = Arc::new(InflightFile::new(1).expect("memory"));
+    let inflight = Arc::new(InflightFile::new(1).expect("memory"));
     let space = Arc::new(IovaSpace::software());
-    let mut guest = Guest::with_inflight(space, Some(live.clone()));
+    let mut guest = Guest::with_inflight(space, Some(inflight.clone()));
     let mut flush = Sqe::new(NvmOpcode::FLUSH.0);
     flush.nsid = Nsid(1);
     // The predecessor ended with the command in flight.
@@ -247,7 +248,7 @@ fn commands_that_wait_to_be_carried_out_again_stay_recorded_when_their_ring_is_b
     });
     guest.queue.restore(&state);
     let marked = || {
-        let queue = live.queue(QUEUE).expect("a queue");
+        let queue = inflight.queue(QUEUE).expect("a queue");
         let slots = queue.inflight_slots().into_iter().map(|marked| marked.slot);
         slots.collect::<Vec<_>>()
     };

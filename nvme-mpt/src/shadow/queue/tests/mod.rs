@@ -139,19 +139,19 @@ impl Guest {
     }
 
     /// Creates a guest like [`Self::new`], for a function that may outlive its process.
-    fn with_inflight(space: Arc<IovaSpace>, live: Option<Arc<InflightFile>>) -> Self {
+    fn with_inflight(space: Arc<IovaSpace>, inflight: Option<Arc<InflightFile>>) -> Self {
         let mut window = DmaWindow::new(space.clone());
         window.set_clock(Arc::new(FrozenClock));
         for ring in [SQ, CQ] {
             window.map(region(ring, PAGE)).expect("free");
         }
-        Self::with_rings(window, &space, live)
+        Self::with_rings(window, &space, inflight)
     }
 
     fn with_rings(
         window: DmaWindow,
         space: &Arc<IovaSpace>,
-        live: Option<Arc<InflightFile>>,
+        inflight: Option<Arc<InflightFile>>,
     ) -> Self {
         let drive = IdleController::drive();
         let whole = BlockRange {
@@ -177,7 +177,7 @@ impl Guest {
             tables: window.tables().clone(),
             limiter: RateLimiter::new(RateLimits::default(), TickRate::measured()),
             blocks: Mutex::new(Arc::new(blocks)),
-            inflight: live,
+            inflight,
             errors: StatusCounters::default(),
             processor_time: Arc::default(),
         });
@@ -186,7 +186,7 @@ impl Guest {
         let host = drive.open_lease("test", &[], None).expect("opens");
         let host = host.create_queue(slots).expect("a queue");
         let lists = ListMemory::new(space, usize::from(slots + PART_LISTS)).expect("memory");
-        let gate = InterruptCoalescer::new(
+        let coalescer = InterruptCoalescer::new(
             None,
             Arc::default(),
             PolicyChoice::Learned,
@@ -203,7 +203,7 @@ impl Guest {
             &context,
             None,
             UnmappedRing::Refused,
-            gate,
+            coalescer,
             Arc::default(),
         );
         let sq = SqConfig {
@@ -281,12 +281,12 @@ impl Guest {
 
 #[test]
 fn commands_that_never_end_keep_memory_and_lease() {
-    for keeps in [false, true] {
+    for keeps_pages in [false, true] {
         let mut guest = Guest::new(Arc::new(IovaSpace::software()));
         guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");
         guest.poll(&mut Host::default());
         let host = Host {
-            keeps,
+            keeps: keeps_pages,
             ..Host::default()
         };
         guest.queue.host = HostQueuePair::new(host);
@@ -297,8 +297,8 @@ fn commands_that_never_end_keep_memory_and_lease() {
         let lease = Arc::downgrade(&guest.queue.lease);
         // The VM ends.
         drop(guest);
-        assert_eq!(table.upgrade().is_some(), keeps, "memory");
-        assert_eq!(lease.upgrade().is_some(), keeps, "lease");
+        assert_eq!(table.upgrade().is_some(), keeps_pages, "memory");
+        assert_eq!(lease.upgrade().is_some(), keeps_pages, "lease");
     }
 }
 

@@ -33,12 +33,12 @@ enum Op {
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    let member = || 0..LEASES * QUEUES;
+    let user = || 0..LEASES * QUEUES;
     prop_oneof![
         24 => (1..=PAGES, prop::bool::weighted(0.9)).prop_map(|(pages, more)| Op::Serve(pages, more)),
-        8 => member().prop_map(Op::Wait),
+        8 => user().prop_map(Op::Wait),
         1 => Just(Op::Skip),
-        1 => member().prop_map(Op::Change),
+        1 => user().prop_map(Op::Change),
         1 => (0..LEASES, 1..=1000_u16).prop_map(|(lease, weight)| Op::Weigh(lease, weight)),
     ]
 }
@@ -127,7 +127,7 @@ impl Shares {
 }
 
 struct World {
-    turns: QueuePairArbitration,
+    arbitration: QueuePairArbitration,
     leases: Vec<Arc<LeaseShare>>,
     present: Vec<bool>,
     /// Shares of the leases, and of the queues within each lease.
@@ -136,14 +136,14 @@ struct World {
 }
 
 /// Returns the lease of a queue, and the queue's number in it.
-fn place(member: usize) -> (usize, usize) {
-    (member / QUEUES, member % QUEUES)
+fn place(user: usize) -> (usize, usize) {
+    (user / QUEUES, user % QUEUES)
 }
 
 impl World {
     fn new() -> Self {
         let mut world = Self {
-            turns: QueuePairArbitration::default(),
+            arbitration: QueuePairArbitration::default(),
             leases: (0..LEASES).map(|_| LeaseShare::new(None)).collect(),
             present: vec![false; LEASES * QUEUES],
             of_leases: Shares::new(LEASES),
@@ -152,63 +152,63 @@ impl World {
         for lease in 0..LEASES {
             world.of_leases.parties[lease] = Party::new(LeaseWeight::default().get());
         }
-        for member in 0..LEASES * QUEUES {
-            world.change(member);
+        for user in 0..LEASES * QUEUES {
+            world.change(user);
         }
         world
     }
 
-    fn set(&mut self, member: usize, waits: bool) {
-        let (lease, index) = place(member);
+    fn set(&mut self, user: usize, waits: bool) {
+        let (lease, index) = place(user);
         self.of_members[lease].set(index, waits);
         let lease_waits = self.of_members[lease].parties.iter().any(|it| it.waits);
         self.of_leases.set(lease, lease_waits);
     }
 
-    fn change(&mut self, member: usize) {
-        let (lease, _) = place(member);
-        if self.present[member] {
-            self.turns.leave(member as u16);
-            self.set(member, false);
+    fn change(&mut self, user: usize) {
+        let (lease, _) = place(user);
+        if self.present[user] {
+            self.arbitration.leave(user as u16);
+            self.set(user, false);
         } else {
-            self.turns.join(member as u16, &self.leases[lease]);
+            self.arbitration.join(user as u16, &self.leases[lease]);
         }
-        self.present[member] ^= true;
+        self.present[user] ^= true;
     }
 
     fn apply(&mut self, op: &Op) {
         match *op {
             Op::Serve(pages, more) => {
-                let Some(member) = self.turns.next().map(usize::from) else {
+                let Some(user) = self.arbitration.next().map(usize::from) else {
                     // Unused turns went to other queues, so no queue is waiting.
                     assert!(self.of_leases.parties.iter().all(|lease| !lease.waits));
-                    assert!(self.turns.is_empty());
+                    assert!(self.arbitration.is_empty());
                     return;
                 };
-                let (lease, index) = place(member);
+                let (lease, index) = place(user);
                 assert!(
                     self.of_members[lease].parties[index].waits,
-                    "{member} has nothing"
+                    "{user} has nothing"
                 );
-                self.turns.charge(pages * PAGE, more);
+                self.arbitration.charge(pages * PAGE, more);
                 self.of_leases.serve(lease, pages * PAGE);
                 self.of_members[lease].serve(index, pages * PAGE);
                 self.of_leases.check();
                 self.of_members[lease].check();
-                self.set(member, more);
+                self.set(user, more);
             }
-            Op::Wait(member) if self.present[member] => {
-                self.turns.mark_waiting(member as u16);
-                self.set(member, true);
+            Op::Wait(user) if self.present[user] => {
+                self.arbitration.mark_waiting(user as u16);
+                self.set(user, true);
             }
             Op::Skip => {
-                let member = self.turns.next();
-                self.turns.skip();
-                if let Some(member) = member {
-                    self.set(member.into(), false);
+                let user = self.arbitration.next();
+                self.arbitration.skip();
+                if let Some(user) = user {
+                    self.set(user.into(), false);
                 }
             }
-            Op::Change(member) => self.change(member),
+            Op::Change(user) => self.change(user),
             Op::Weigh(lease, weight) => {
                 let weight = LeaseWeight::try_from(weight).expect("within bounds");
                 self.leases[lease].set_weight(weight);
@@ -233,42 +233,42 @@ proptest! {
 
 #[test]
 fn unused_share_is_not_saved_up() {
-    let mut turns = QueuePairArbitration::default();
+    let mut arbitration = QueuePairArbitration::default();
     let leases = [(); 2].map(|()| LeaseShare::new(None));
-    for (member, lease) in (0..).zip(&leases) {
-        turns.join(member, lease);
+    for (user, lease) in (0..).zip(&leases) {
+        arbitration.join(user, lease);
     }
-    turns.mark_waiting(0);
+    arbitration.mark_waiting(0);
     for _ in 0..1000 {
-        assert_eq!(turns.next(), Some(0));
-        turns.charge(PAGE, true);
+        assert_eq!(arbitration.next(), Some(0));
+        arbitration.charge(PAGE, true);
     }
-    turns.mark_waiting(1);
-    let mut served = [0_u32; 2];
+    arbitration.mark_waiting(1);
+    let mut counts = [0_u32; 2];
     for _ in 0..100 {
-        let member = turns.next().expect("both wait");
-        served[usize::from(member)] += 1;
-        turns.charge(PAGE, true);
+        let user = arbitration.next().expect("both wait");
+        counts[usize::from(user)] += 1;
+        arbitration.charge(PAGE, true);
     }
-    assert!(served[0].abs_diff(served[1]) <= 1, "{served:?}");
+    assert!(counts[0].abs_diff(counts[1]) <= 1, "{counts:?}");
 }
 
 #[test]
 fn leases_without_backlog_start_equal() {
-    let mut turns = QueuePairArbitration::default();
+    let mut arbitration = QueuePairArbitration::default();
     let leases = [(); 2].map(|()| LeaseShare::new(None));
-    for (member, lease) in (0..).zip(&leases) {
-        turns.join(member, lease);
+    for (user, lease) in (0..).zip(&leases) {
+        arbitration.join(user, lease);
     }
-    turns.mark_waiting(0);
-    turns.charge(PAGES * PAGE, false);
-    assert!(turns.is_empty());
-    let mut served = [0_u32; 2];
-    turns.mark_waiting(0);
-    turns.mark_waiting(1);
+    arbitration.mark_waiting(0);
+    arbitration.charge(PAGES * PAGE, false);
+    assert!(arbitration.is_empty());
+    let mut counts = [0_u32; 2];
+    arbitration.mark_waiting(0);
+    arbitration.mark_waiting(1);
     for _ in 0..10 {
-        served[usize::from(turns.next().expect("both wait"))] += 1;
-        turns.charge(PAGE, true);
+        counts[usize::from(arbitration.next().expect("both wait"))] += 1;
+        arbitration.charge(PAGE, true);
     }
-    assert_eq!(served, [5, 5]);
+    assert_eq!(counts, [5, 5]);
 }

@@ -17,7 +17,7 @@ struct Scene {
     quiet: FakeDrive,
     crowded: FakeDrive,
     pairs: [VfioQueuePair; 2],
-    resting: VfioQueue,
+    idle: VfioQueue,
     busy: Vec<VfioQueue>,
     lender: HostMemoryFixture,
     now: Ticks,
@@ -33,7 +33,7 @@ impl Scene {
         let (quiet, first) = FakeDrive::new(16, u64::MAX, false);
         let (crowded, second) = FakeDrive::new(16, u64::MAX, false);
         let mut scene = Self {
-            resting: first.join(8, 9, Box::new(())),
+            idle: first.join(8, 9, Box::new(())),
             busy: [(); 2].map(|()| second.join(8, 9, Box::new(()))).into(),
             quiet,
             crowded,
@@ -88,7 +88,7 @@ fn an_idle_pair_is_lent_until_its_queue_is_active() {
         "the other has its pair alone"
     );
     // The pair's own queue is active again: its first batch goes to the pair, and the borrower's next batch goes home.
-    submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
+    submit_at(&mut scene.idle, &scene.lender, &[read(5)], scene.now);
     assert_eq!(scene.quiet.fetch(), 1);
     assert!(!scene.pairs[0].is_lent());
     assert_eq!(
@@ -105,22 +105,22 @@ fn an_idle_pair_is_lent_until_its_queue_is_active() {
     let mut done: Vec<_> = reap(&mut scene.busy[0]).iter().map(|it| it.slot).collect();
     done.sort_unstable();
     assert_eq!(done, [1, 2]);
-    let done: Vec<_> = reap(&mut scene.resting).iter().map(|it| it.slot).collect();
+    let done: Vec<_> = reap(&mut scene.idle).iter().map(|it| it.slot).collect();
     assert_eq!(done, [5]);
     assert_eq!(scene.pairs[0].in_flight(), 0);
     // The pair's own queue uses the pair alone again.
     for slot in 0..3 {
-        submit_at(&mut scene.resting, &scene.lender, &[read(slot)], scene.now);
+        submit_at(&mut scene.idle, &scene.lender, &[read(slot)], scene.now);
         assert_eq!(scene.quiet.fetch(), 1);
         scene.quiet.complete(0, Status::SUCCESS);
-        assert_eq!(reap(&mut scene.resting).len(), 1);
+        assert_eq!(reap(&mut scene.idle).len(), 1);
     }
 }
 
 #[test]
 fn a_borrower_without_commands_is_gone_at_once() {
     let mut scene = Scene::lent();
-    submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
+    submit_at(&mut scene.idle, &scene.lender, &[read(5)], scene.now);
     assert_eq!(
         scene.pairs.each_ref().map(VfioQueuePair::user_count),
         [1, 2]
@@ -133,7 +133,7 @@ fn a_borrower_without_commands_is_gone_at_once() {
 fn a_borrower_does_not_come_back_to_a_pair_that_belongs_to_a_lease_by_now() {
     let mut scene = Scene::lent();
     scene.pairs[1].set_reserved(true);
-    submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
+    submit_at(&mut scene.idle, &scene.lender, &[read(5)], scene.now);
     assert!(!scene.pairs[0].is_lent());
     assert_eq!(
         scene.pairs.each_ref().map(VfioQueuePair::user_count),
@@ -165,9 +165,9 @@ fn a_borrower_that_ends_or_moves_leaves_no_loan() {
 fn a_queue_that_lends_may_end() {
     let mut scene = Scene::lent();
     let next = scene.pairs[0].join(8, 9, Box::new(()));
-    drop(std::mem::replace(&mut scene.resting, next));
+    drop(std::mem::replace(&mut scene.idle, next));
     assert_eq!(scene.submit_busy(0, 1), (1, 0));
-    submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
+    submit_at(&mut scene.idle, &scene.lender, &[read(5)], scene.now);
     assert_eq!(scene.quiet.fetch(), 1);
     assert_eq!(scene.submit_busy(0, 2), (0, 1));
 }
@@ -185,20 +185,20 @@ fn a_pair_is_idle_after_checks_without_work() {
     let (mut drive, pair) = FakeDrive::new(16, u64::MAX, false);
     let lender = HostMemoryFixture::new(8);
     let mut queue = pair.join(8, 9, Box::new(()));
-    let mut rest = QueuePairActivity::default();
-    assert_eq!([(); 2].map(|()| rest.check(&pair)), [1, 2]);
+    let mut activity = QueuePairActivity::default();
+    assert_eq!([(); 2].map(|()| activity.check(&pair)), [1, 2]);
     submit_at(&mut queue, &lender, &[read(0)], Ticks(5));
-    assert_eq!(rest.check(&pair), 0);
-    assert_eq!(rest.check(&pair), 0, "the drive has it still");
+    assert_eq!(activity.check(&pair), 0);
+    assert_eq!(activity.check(&pair), 0, "the drive has it still");
     assert_eq!(drive.fetch(), 1);
     drive.complete(0, Status::SUCCESS);
     assert_eq!(reap(&mut queue).len(), 1);
-    assert_eq!([(); 2].map(|()| rest.check(&pair)), [1, 2]);
+    assert_eq!([(); 2].map(|()| activity.check(&pair)), [1, 2]);
     // A command that is submitted and completes between two checks.
     submit_at(&mut queue, &lender, &[read(0)], Ticks(9));
     assert_eq!(drive.fetch(), 1);
     drive.complete(0, Status::SUCCESS);
     assert_eq!(reap(&mut queue).len(), 1);
-    assert_eq!([(); 2].map(|()| rest.check(&pair)), [0, 1]);
+    assert_eq!([(); 2].map(|()| activity.check(&pair)), [0, 1]);
     queue.cut_short();
 }

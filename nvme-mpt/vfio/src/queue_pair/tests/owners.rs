@@ -298,15 +298,15 @@ fn run(speed: Speed, pairs: usize, behaviours: &[Behaviour]) -> Vec<TenantMeasur
     watch(speed, pairs, behaviours, governor, (END, POLL), |_, _| ())
 }
 
-/// Simulates owners on a drive until the end time, with at most the given interval between polls. Calls `look` at each check of
-/// the drive monitor.
+/// Simulates owners on a drive until the end time, with at most the given interval between polls. Calls `on_survey` at each
+/// check of the drive monitor.
 fn watch(
     speed: Speed,
     pairs: usize,
     behaviours: &[Behaviour],
     governor: DriveGovernor,
     (end, poll): (u64, u64),
-    mut look: impl FnMut(u64, &[VfioQueuePair]),
+    mut on_survey: impl FnMut(u64, &[VfioQueuePair]),
 ) -> Vec<TenantMeasurements> {
     let governor = Arc::new(governor);
     let (fakes, mut pairs): (Vec<_>, Vec<_>) = (0..pairs)
@@ -326,7 +326,7 @@ fn watch(
         if now >= next_look {
             next_look = now + CHECK_INTERVAL;
             survey.survey_pairs(&governor, &pairs, Ticks(now));
-            look(now, &pairs);
+            on_survey(now, &pairs);
         }
         drive.fetch(now);
         now = drive.next_end().unwrap_or(u64::MAX).min(now + poll);
@@ -336,7 +336,7 @@ fn watch(
     let (_fake, created) = FakeDrive::governed(512, MAX_TRANSFER, false, governor.clone());
     pairs.push(created);
     survey.survey_pairs(&governor, &pairs, Ticks(now + CHECK_INTERVAL));
-    look(now + CHECK_INTERVAL, &pairs);
+    on_survey(now + CHECK_INTERVAL, &pairs);
     for pair in &pairs {
         pair.kill(Status::COMMAND_INTERRUPTED);
     }
@@ -394,10 +394,17 @@ impl Part {
 /// of the owner alone.
 #[test]
 #[ignore = "prints a table, and takes minutes"]
-fn table_of_tenants_by_behaviour() {
-    for turns in [false, true] {
-        let speed = Speed { turns, ..SERIAL };
-        let name = if turns { "turns" } else { "order of arrival" };
+fn table_of_owners_by_behaviour() {
+    for arbitrates in [false, true] {
+        let speed = Speed {
+            arbitrates,
+            ..SERIAL
+        };
+        let name = if arbitrates {
+            "turns"
+        } else {
+            "order of arrival"
+        };
         for pairs in [1, 2, 8, 64] {
             println!("\n{name}, {pairs} pairs:\n");
             let names: Vec<_> = BEHAVIOURS.iter().map(|behaviour| behaviour.name).collect();
@@ -424,8 +431,11 @@ fn table_of_tenants_by_behaviour() {
 
 /// Checks a quiet owner beside each behaviour, on 1 to 64 pairs.
 #[track_caller]
-fn check_quiet(turns: bool) {
-    let speed = Speed { turns, ..SERIAL };
+fn check_quiet(arbitrates: bool) {
+    let speed = Speed {
+        arbitrates,
+        ..SERIAL
+    };
     let alone = run(speed, 1, &[QUIET])[0];
     let mut misses = Vec::new();
     for pairs in [1, 2, 8, 64] {
@@ -443,20 +453,23 @@ fn check_quiet(turns: bool) {
 }
 
 #[test]
-fn a_quiet_tenant_keeps_its_half_beside_any_other_in_the_order_of_arrival() {
+fn a_quiet_owner_keeps_its_half_beside_any_other_in_the_order_of_arrival() {
     check_quiet(false);
 }
 
 #[test]
-fn a_quiet_tenant_keeps_its_half_beside_any_other_with_turns_of_the_pairs() {
+fn a_quiet_owner_keeps_its_half_beside_any_other_with_arbitration() {
     check_quiet(true);
 }
 
 /// Checks busy owners beside each other, on eight pairs.
 #[track_caller]
-fn check_busy(turns: bool) {
+fn check_busy(arbitrates: bool) {
     const PAIRS: usize = 8;
-    let speed = Speed { turns, ..SERIAL };
+    let speed = Speed {
+        arbitrates,
+        ..SERIAL
+    };
     let busy = &BEHAVIOURS[1..];
     let alone: Vec<_> = busy
         .iter()
@@ -483,12 +496,12 @@ fn check_busy(turns: bool) {
 }
 
 #[test]
-fn busy_tenants_keep_their_parts_in_the_order_of_arrival() {
+fn busy_owners_keep_their_parts_in_the_order_of_arrival() {
     check_busy(false);
 }
 
 #[test]
-fn busy_tenants_keep_their_parts_with_turns_of_the_pairs() {
+fn busy_owners_keep_their_parts_with_arbitration() {
     check_busy(true);
 }
 
@@ -501,9 +514,12 @@ const SHALLOW: Behaviour = Behaviour {
 
 /// The pair has free entries, so no command waits for its turn, and arbitration does not divide the drive.
 #[test]
-fn busy_tenants_on_one_pair_with_free_places_have_equal_parts() {
-    for turns in [false, true] {
-        let speed = Speed { turns, ..SERIAL };
+fn busy_owners_on_one_pair_with_free_places_have_equal_parts() {
+    for arbitrates in [false, true] {
+        let speed = Speed {
+            arbitrates,
+            ..SERIAL
+        };
         let seen = run(speed, 1, &[SHALLOW, LOUD]);
         let share = seen[0].bytes * 100 / (seen[0].bytes + seen[1].bytes);
         assert!((45..=55).contains(&share), "{share} %");
@@ -513,10 +529,10 @@ fn busy_tenants_on_one_pair_with_free_places_have_equal_parts() {
 /// Most of the quiet owner's commands find their pair empty. Ahead of the others are as many commands as the window permits,
 /// and each command ahead takes as long as one turn of all pairs.
 #[test]
-fn a_quiet_tenant_that_seldom_waits_long_keeps_its_half() {
+fn a_quiet_owner_that_seldom_waits_long_keeps_its_half() {
     let speed = Speed {
         channels: 4,
-        turns: true,
+        arbitrates: true,
         ..SERIAL
     };
     let many = BEHAVIOURS[3];
@@ -554,8 +570,8 @@ fn ages(behaviours: &[Behaviour], governor: DriveGovernor) -> ([u64; 2], u64) {
     let (mut ages, mut commands) = ([0, 0], 0);
     let times = (30 * SECOND, 5 * MILLISECOND);
     watch(slow, 64, behaviours, governor, times, |now, pairs| {
-        let looks = pairs.iter().map(VfioQueuePair::sample_inflight);
-        let oldest = looks.filter_map(|look| Some(look.oldest.first()?.submitted()));
+        let samples = pairs.iter().map(VfioQueuePair::sample_inflight);
+        let oldest = samples.filter_map(|sample| Some(sample.oldest.first()?.submitted()));
         let age = oldest.min().map_or(0, |oldest| now - oldest.0);
         let age_of = &mut ages[usize::from(now > 10 * SECOND)];
         *age_of = age.max(*age_of);

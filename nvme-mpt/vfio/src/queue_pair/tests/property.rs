@@ -50,8 +50,8 @@ enum Op {
 fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         8 => (0..3_usize, 1..4_u16, 1..256_u64, 0..4096_u64, 0..4_u8)
-            .prop_map(|(member, count, pages, offset, kind)| {
-                Op::Submit(member, count, pages, offset & !3, kind)
+            .prop_map(|(user, count, pages, offset, kind)| {
+                Op::Submit(user, count, pages, offset & !3, kind)
             }),
         4 => (0..3_usize).prop_map(Op::Reap),
         4 => Just(Op::Fetch),
@@ -70,7 +70,7 @@ fn op() -> impl Strategy<Value = Op> {
 /// A submitted command.
 #[derive(Debug)]
 struct Submitted {
-    member: usize,
+    user: usize,
     slot: u16,
     opcode: u8,
     /// Contiguous parts of the data, each as address and length.
@@ -94,7 +94,7 @@ struct World {
     pairs: [VfioQueuePair; 2],
     /// Index of the pair that the current operation affects.
     side: usize,
-    members: Vec<Member>,
+    users: Vec<Member>,
     commands: BTreeMap<u64, Submitted>,
     max_transfer: u64,
     lba_shift: u8,
@@ -108,7 +108,7 @@ struct World {
 }
 
 impl World {
-    fn new(entries: u32, max_transfer: u64, members: usize, lba_shift: u8, buffer: bool) -> Self {
+    fn new(entries: u32, max_transfer: u64, users: usize, lba_shift: u8, buffer: bool) -> Self {
         let governor = Arc::new(DriveGovernor::new(
             PolicyChoice::Learned,
             TickRate::NANOSECOND,
@@ -116,7 +116,7 @@ impl World {
         let sides =
             [(); 2].map(|()| FakeDrive::governed(entries, max_transfer, buffer, governor.clone()));
         let [(one, first), (two, second)] = sides;
-        let members = (0..members)
+        let users = (0..users)
             .map(|_| Member {
                 queue: first.join(SLOTS, lba_shift, Box::new(())),
                 lender: HostMemoryFixture::new(SLOTS.into()),
@@ -127,7 +127,7 @@ impl World {
             drives: [one, two],
             pairs: [first, second],
             side: 0,
-            members,
+            users,
             commands: BTreeMap::new(),
             max_transfer,
             lba_shift,
@@ -148,14 +148,14 @@ impl World {
     }
 
     /// Returns a command for a queue; `None` if the queue has no free slot.
-    fn prepare(&mut self, member: usize, pages: u64, offset: u64, kind: u8) -> Option<Sqe> {
+    fn prepare(&mut self, user: usize, pages: u64, offset: u64, kind: u8) -> Option<Sqe> {
         let opcode = match kind {
             0 => NvmOpcode::WRITE,
             1 => NvmOpcode::COMPARE,
             2 => NvmOpcode::FLUSH,
             _ => NvmOpcode::READ,
         };
-        let Member { lender, free, .. } = &mut self.members[member];
+        let Member { lender, free, .. } = &mut self.users[user];
         let slot = free.pop()?;
         let slba = self.next;
         self.next += BLOCKS_APART;
@@ -189,7 +189,7 @@ impl World {
             ];
         }
         let submitted = Submitted {
-            member,
+            user,
             slot,
             opcode: opcode.0,
             data,
@@ -201,18 +201,17 @@ impl World {
         Some(sqe)
     }
 
-    fn submit(&mut self, member: usize, commands: &[Sqe]) {
-        let Member { queue, lender, .. } = &mut self.members[member];
+    fn submit(&mut self, user: usize, commands: &[Sqe]) {
+        let Member { queue, lender, .. } = &mut self.users[user];
         submit_at(queue, lender, commands, Ticks(self.now));
     }
 
-    fn reap(&mut self, member: usize) {
+    fn reap(&mut self, user: usize) {
         let (now, mut done) = (Ticks(self.now), Vec::new());
-        let Member { queue, free, .. } = &mut self.members[member];
+        let Member { queue, free, .. } = &mut self.users[user];
         queue.reap_with_clock(|| now, |completion: HostCompletion| done.push(completion));
         for completion in done {
-            let of =
-                |command: &Submitted| command.member == member && command.slot == completion.slot;
+            let of = |command: &Submitted| command.user == user && command.slot == completion.slot;
             let slba = self.commands.iter().find(|(_, command)| of(command));
             let slba = *slba
                 .expect("a completion of a command that is outstanding")
@@ -241,7 +240,7 @@ impl World {
         let len = (u64::from(ReadWrite::from(sqe).nlb_z) + 1) << self.lba_shift;
         assert!(len <= self.max_transfer, "{len:#x} bytes are too many");
         assert!(offset + len <= command.len, "beyond its blocks");
-        let lender = &self.members[command.member].lender;
+        let lender = &self.users[command.user].lender;
         let found = data_of(sqe, len, lender);
         let expected = part_of(&command.data, offset, len);
         assert_eq!(found, expected, "other memory than was named");
@@ -268,15 +267,15 @@ impl World {
         self.side = side;
         self.now += MILLISECOND / 10;
         match op {
-            Op::Submit(member, count, pages, offset, kind) => {
-                let member = member % self.members.len();
+            Op::Submit(user, count, pages, offset, kind) => {
+                let user = user % self.users.len();
                 let commands: Vec<_> = (0..*count)
                     // The sizes decrease, so that some commands are split and others are not.
-                    .map_while(|n| self.prepare(member, (pages >> (3 * n)).max(1), *offset, *kind))
+                    .map_while(|n| self.prepare(user, (pages >> (3 * n)).max(1), *offset, *kind))
                     .collect();
-                self.submit(member, &commands);
+                self.submit(user, &commands);
             }
-            Op::Reap(member) => self.reap(member % self.members.len()),
+            Op::Reap(user) => self.reap(user % self.users.len()),
             Op::Fetch => {
                 self.drive().fetch();
             }
@@ -328,8 +327,8 @@ impl World {
             }
             Op::Lend => {
                 let side = usize::from(self.pairs[0].user_count() < self.pairs[1].user_count());
-                let (crowded, resting) = (&self.pairs[side], &self.pairs[1 - side]);
-                resting.lend_to(crowded, Ticks(self.now), MILLISECOND);
+                let (crowded, idle) = (&self.pairs[side], &self.pairs[1 - side]);
+                idle.lend_to(crowded, Ticks(self.now), MILLISECOND);
             }
             Op::Complete(..) | Op::Abort(_) => {}
         }
@@ -355,8 +354,8 @@ impl World {
                     self.complete(0, Status::SUCCESS);
                 }
             }
-            for member in 0..self.members.len() {
-                self.reap(member);
+            for user in 0..self.users.len() {
+                self.reap(user);
             }
         }
         assert!(self.commands.is_empty(), "{:?} never ended", self.commands);
@@ -364,7 +363,7 @@ impl World {
             assert_eq!(pair.in_flight(), 0);
             assert_eq!(pair.stats().late_completions, 0);
         }
-        self.members.clear();
+        self.users.clear();
         assert_eq!([0, 1].map(|side| self.pairs[side].user_count()), [0, 0]);
     }
 }
@@ -449,14 +448,14 @@ proptest! {
     fn every_command_completes_once_and_is_what_was_submitted(
         entries in 2..24_u32,
         mdts in 1..10_u32,
-        members in 1..4_usize,
+        users in 1..4_usize,
         large_blocks: bool,
         buffer: bool,
         ops in prop::collection::vec((0..2_usize, op()), 1..120),
     ) {
         let max_transfer = if mdts == 9 { u64::MAX } else { PAGE << mdts };
         let lba_shift = if large_blocks { 12 } else { 9 };
-        let mut world = World::new(entries, max_transfer, members, lba_shift, buffer);
+        let mut world = World::new(entries, max_transfer, users, lba_shift, buffer);
         for (side, op) in &ops {
             world.apply(*side, op);
         }
@@ -467,7 +466,7 @@ proptest! {
 #[test]
 fn an_sgl_is_not_split() {
     let mut world = World::new(8, 4 * PAGE, 1, 9, false);
-    let Member { queue, lender, .. } = &mut world.members[0];
+    let Member { queue, lender, .. } = &mut world.users[0];
     let mut sqe = command(NvmOpcode::READ, 2, 0, 64);
     sqe.cdw0 = sqe.cdw0.with_psdt(nvme_spec::sqe::Psdt::SGL_MPTR_BUFFER);
     super::submit(queue, lender, &[sqe]);

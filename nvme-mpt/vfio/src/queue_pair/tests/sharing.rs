@@ -43,7 +43,7 @@ pub(super) struct Speed {
     /// Average number of commands among which one takes four times as long; 0 if none does.
     pub(super) hiccup: u64,
     /// True if the drive serves its queue pairs in turn, false if it executes commands in order of arrival.
-    pub(super) turns: bool,
+    pub(super) arbitrates: bool,
 }
 
 /// A drive that executes one command at a time, as an emulated drive does.
@@ -53,7 +53,7 @@ pub(super) const SERIAL: Speed = Speed {
     page: 2 * MICROSECOND,
     jitter: 0,
     hiccup: 0,
-    turns: false,
+    arbitrates: false,
 };
 
 /// A serial drive whose times depend more on the size, in a machine that also does other work.
@@ -63,7 +63,7 @@ const EMULATED: Speed = Speed {
     page: 18 * MICROSECOND,
     jitter: 30,
     hiccup: 100,
-    turns: false,
+    arbitrates: false,
 };
 
 /// A drive with more throughput at greater queue depth, as many SSDs are.
@@ -73,7 +73,7 @@ pub(super) const PARALLEL: Speed = Speed {
     page: 10 * MICROSECOND,
     jitter: 30,
     hiccup: 0,
-    turns: false,
+    arbitrates: false,
 };
 
 /// A simulated drive with several queue pairs, whose commands take the times of a [`Speed`].
@@ -110,7 +110,7 @@ impl Drive {
             }
         }
         for channel in self.working.iter_mut().filter(|channel| channel.is_none()) {
-            let place = match self.speed.turns {
+            let place = match self.speed.arbitrates {
                 true => (1..=self.pairs.len()).find_map(|after| {
                     let pair = (self.last + after) % self.pairs.len();
                     self.waiting.iter().position(|(of, ..)| *of == pair)
@@ -235,7 +235,7 @@ fn simulate(speed: Speed, pairs: usize, loads: &[Load], time: u64) -> Vec<QueueM
 /// that time.
 fn simulate_with(
     governor: PolicyChoice,
-    mut loan: Option<u64>,
+    mut balloon_size: Option<u64>,
     speed: Speed,
     pairs: usize,
     loads: &[Load],
@@ -272,8 +272,8 @@ fn simulate_with(
     let mut next_look = CHECK_INTERVAL;
     while now < time {
         drive.complete(now);
-        if loan.is_some_and(|at| at <= now) {
-            loan = None;
+        if balloon_size.is_some_and(|at| at <= now) {
+            balloon_size = None;
             assert!(handles[0].lend_to(&handles[1], Ticks(now), MILLISECOND));
         }
         for guest in &mut guests {
@@ -574,7 +574,7 @@ fn a_quiet_guest_that_finds_more_in_the_drive_than_it_does_in_seconds() {
         page: MILLISECOND,
         jitter: 0,
         hiccup: 0,
-        turns: false,
+        arbitrates: false,
     };
     let late = Load {
         from: SECOND / 10,
@@ -665,8 +665,8 @@ fn figures_of_a_quiet_guest_beside_a_loud_one() {
                 counted: SECOND / 2,
                 ..QUIET
             };
-            let turns = Speed {
-                turns: true,
+            let arbitrates = Speed {
+                arbitrates: true,
                 ..speed
             };
             let (kib, depth) = (loud.bytes >> 10, loud.depth);
@@ -675,7 +675,7 @@ fn figures_of_a_quiet_guest_beside_a_loud_one() {
             );
             let (shared, _) = ratios(speed, 1, QUIET, &[loud]);
             let alone = simulate(speed, 1, &[QUIET], SECOND)[0].p99;
-            let [by_turns, by_arrival] = [turns, speed].map(|speed| {
+            let [by_turns, by_arrival] = [arbitrates, speed].map(|speed| {
                 let seen = simulate(speed, 2, &[quiet, own], SECOND);
                 seen[0].p99 * 100 / alone
             });
@@ -699,9 +699,12 @@ fn a_quiet_guest_beside_a_busy_one_whichever_pairs_they_use() {
         let quiet = counted(QUIET);
         let time = 2 * SECOND;
         let alone = &simulate(speed, 1, &[quiet], time)[0];
-        for turns in [false, true] {
+        for arbitrates in [false, true] {
             for pairs in [1, 2, 8, 64] {
-                let speed = Speed { turns, ..speed };
+                let speed = Speed {
+                    arbitrates,
+                    ..speed
+                };
                 let loud = (0..4).map(|queue| Load {
                     pair: if pairs == 1 {
                         0
@@ -718,7 +721,7 @@ fn a_quiet_guest_beside_a_busy_one_whichever_pairs_they_use() {
                 let p99 = seen[0].p99 * 100 / alone.p99;
                 let busy: usize = seen[1..].iter().map(|seen| seen.commands).sum();
                 println!(
-                    "{name}, turns {turns}, {pairs} pairs: quiet has {rate} % of its rate, {p99} % of its p99; busy {busy}"
+                    "{name}, turns {arbitrates}, {pairs} pairs: quiet has {rate} % of its rate, {p99} % of its p99; busy {busy}"
                 );
                 assert!(rate >= 49, "{rate} % of its rate alone");
                 assert!(p99 <= 200, "{p99} % of its p99 alone");
@@ -768,14 +771,17 @@ fn busy_guests_with_pairs_of_their_own_have_bytes_by_weight() {
             ([100, 100], [12, 4]),
             ([300, 100], [1, 15]),
         ] {
-            for turns in [false, true] {
-                let speed = Speed { turns, ..speed };
+            for arbitrates in [false, true] {
+                let speed = Speed {
+                    arbitrates,
+                    ..speed
+                };
                 let loads = with_own_pairs(weights, queues, [64; 2]);
                 let ([first, second], used) = counts(speed, 16, &loads, queues[0]);
                 let percent = first * 100 / (first + second);
                 let due = usize::from(weights[0]) * 100 / usize::from(weights[0] + weights[1]);
                 println!(
-                    "{name}, turns {turns}, {weights:?} with {queues:?} queues: {percent} %, due {due} %; {used} % of the drive"
+                    "{name}, turns {arbitrates}, {weights:?} with {queues:?} queues: {percent} %, due {due} %; {used} % of the drive"
                 );
                 assert!(percent.abs_diff(due) <= 4, "{percent} %, due {due} %");
                 assert!(used >= 95, "{used} % of the drive");
@@ -787,11 +793,14 @@ fn busy_guests_with_pairs_of_their_own_have_bytes_by_weight() {
 /// A guest of high weight with few commands gets drive time for all of them, and the other guests get the remaining time.
 #[test]
 fn unused_share_of_a_heavy_guest_goes_to_others() {
-    for turns in [false, true] {
-        let speed = Speed { turns, ..PARALLEL };
+    for arbitrates in [false, true] {
+        let speed = Speed {
+            arbitrates,
+            ..PARALLEL
+        };
         let loads = with_own_pairs([1000, 100], [1, 4], [8, 64]);
         let (counts, used) = counts(speed, 5, &loads, 1);
-        println!("turns {turns}: {counts:?}, {used} % of the drive");
+        println!("turns {arbitrates}: {counts:?}, {used} % of the drive");
         assert!(used >= 80, "{used} % of the drive");
     }
 }
@@ -799,14 +808,17 @@ fn unused_share_of_a_heavy_guest_goes_to_others() {
 /// A guest has shallow queues on all pairs of a drive, and another guest has a deep queue on one of the pairs.
 #[test]
 fn many_shallow_queues_on_all_pairs_leave_a_deep_one_its_share() {
-    for turns in [false, true] {
-        let speed = Speed { turns, ..SERIAL };
+    for arbitrates in [false, true] {
+        let speed = Speed {
+            arbitrates,
+            ..SERIAL
+        };
         let mut loads = with_own_pairs([100; 2], [64, 1], [4, 32]);
         for load in &mut loads {
             load.pair %= 8;
         }
         let (counts, used) = counts(speed, 8, &loads, 64);
-        println!("turns {turns}: {counts:?}, {used} % of the drive");
+        println!("turns {arbitrates}: {counts:?}, {used} % of the drive");
         assert!(counts[1] * 2 >= counts[0], "{counts:?}");
         assert!(used >= 95, "{used} % of the drive");
     }
@@ -816,7 +828,7 @@ fn many_shallow_queues_on_all_pairs_leave_a_deep_one_its_share() {
 #[test]
 fn a_quiet_guest_beside_two_busy_ones_with_weights() {
     let speed = Speed {
-        turns: true,
+        arbitrates: true,
         ..SERIAL
     };
     let mut loads = with_own_pairs([300, 100], [2, 2], [64; 2]);
@@ -842,14 +854,14 @@ fn a_quiet_guest_beside_two_busy_ones_with_weights() {
 /// the middle of the run, the idle queue becomes active.
 #[test]
 fn figures_of_a_pair_that_is_lent() {
-    let loan = Some(SECOND / 10);
+    let balloon_size = Some(SECOND / 10);
     for (name, speed) in [
         ("serial", SERIAL),
         ("emulated", EMULATED),
         ("parallel", PARALLEL),
     ] {
         let speed = Speed {
-            turns: true,
+            arbitrates: true,
             ..speed
         };
         let on_one = |load: Load| Load { pair: 1, ..load };
@@ -858,21 +870,28 @@ fn figures_of_a_pair_that_is_lent() {
             from: SECOND / 5,
             ..on_one(QUIET)
         };
-        let run = |loan, owner_from, loads: [Load; 2]| {
+        let run = |balloon_size, owner_from, loads: [Load; 2]| {
             let loads = [owner(owner_from), loads[0], loads[1]];
-            simulate_with(PolicyChoice::Learned, loan, speed, 2, &loads, SECOND)
+            simulate_with(
+                PolicyChoice::Learned,
+                balloon_size,
+                speed,
+                2,
+                &loads,
+                SECOND,
+            )
         };
         for loud in [LOUD, SHAPES[0]] {
             let loud = on_one(loud);
             let idle = on_one(owner(u64::MAX));
             let quiet_alone = run(None, u64::MAX, [idle, quiet])[2].p99;
             // The loud queue is active first, so the idle pair is lent to it.
-            let [without, with] = [None, loan].map(|loan| {
-                let seen = run(loan, u64::MAX, [loud, quiet]);
+            let [without, with] = [None, balloon_size].map(|balloon_size| {
+                let seen = run(balloon_size, u64::MAX, [loud, quiet]);
                 (seen[2].p99 * 100 / quiet_alone, seen[1].commands)
             });
-            let [first_without, first_with] = [None, loan].map(|loan| {
-                let seen = run(loan, SECOND / 2, [loud, quiet]);
+            let [first_without, first_with] = [None, balloon_size].map(|balloon_size| {
+                let seen = run(balloon_size, SECOND / 2, [loud, quiet]);
                 (seen[0].first, seen[0].p99)
             });
             let (kib, depth) = (loud.bytes >> 10, loud.depth);

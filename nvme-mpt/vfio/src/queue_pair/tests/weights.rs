@@ -262,8 +262,8 @@ fn leases_come_and_go_while_others_wait() {
     world.poll();
     world.run(PLACES);
     check(&world.run(600), &[100, 200]);
-    let newcomer = Guest::new(&world.pair, &leases[2], 2, DEPTH);
-    world.guests.push(newcomer);
+    let guest = Guest::new(&world.pair, &leases[2], 2, DEPTH);
+    world.guests.push(guest);
     world.poll();
     world.run(PLACES);
     check(&world.run(600), &[100, 200, 300]);
@@ -409,19 +409,22 @@ fn a_poll_looks_at_no_user_that_is_held_back() {
     let shares = [(); HELD].map(|()| lease(100));
     let now = 1_000_000;
     let (mut drive, pair, mut busy, held) = held_back_guests(&shares, &governor, now);
-    let mut served = 0;
+    let mut completed = 0;
     // All polls are within the time before the first user that is held back is due.
     for now in (now..).step_by(100).take(POLLS as usize) {
         busy.poll(now);
-        served += drive.fetch() as u64;
+        completed += drive.fetch() as u64;
         drive.complete(0, Status::SUCCESS);
     }
     let checks = pair.shared.lock().held_back_checks.get();
     let are_all_busy = drive.commands.iter().all(|sqe| queue_of(sqe) == 0);
     pair.kill(Status::COMMAND_INTERRUPTED);
     drop(held);
-    assert!(are_all_busy && served >= POLLS, "{served}");
-    assert!(checks <= served + 2 * HELD as u64, "{checks} for {served}");
+    assert!(are_all_busy && completed >= POLLS, "{completed}");
+    assert!(
+        checks <= completed + 2 * HELD as u64,
+        "{checks} for {completed}"
+    );
 }
 
 /// A user that is held back continues once its limit is removed, even if it does not poll and its neighbour keeps the pair
@@ -490,11 +493,11 @@ fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
         .collect();
     guests.iter_mut().for_each(|guest| guest.poll(LOOK - 1));
     let mut survey = DriveSurvey::new(TickRate::NANOSECOND);
-    let mut look = |nth: u64| {
+    let mut observe = |nth: u64| {
         survey.survey_pairs(&governor, &pairs, Ticks(nth * LOOK));
         survey.class_loads()
     };
-    let loads = look(1);
+    let loads = observe(1);
     let unit = loads[2].weight / 60;
     let busy = |weights: [u64; 3]| {
         weights.map(|weight| ClassLoad {
@@ -505,7 +508,7 @@ fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
     assert_eq!(loads, busy([150, 250, 60]));
     // A changed weight takes effect at the next check.
     leases[1].set_weight(LeaseWeight::try_from(200).expect("within bounds"));
-    assert_eq!(look(2), busy([150, 350, 60]));
+    assert_eq!(observe(2), busy([150, 350, 60]));
     // A lease without commands still counts for five seconds. Its waiting commands go to the drive in the second round.
     for _ in 0..3 {
         for drive in &mut drives {
@@ -518,9 +521,9 @@ fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
             guest.queue.reap_with_clock(|| Ticks(2 * LOOK), |_| ());
         }
     }
-    let last = (3..=51).map(&mut look).last();
+    let last = (3..=51).map(&mut observe).last();
     assert_eq!(last, Some(busy([150, 350, 60])));
-    let last = (52..=54).map(&mut look).last();
+    let last = (52..=54).map(&mut observe).last();
     assert_eq!(last, Some([ClassLoad::default(); 3]));
 }
 

@@ -115,7 +115,7 @@ struct Recorded {
     window: DmaWindow,
     clock: Arc<Clock>,
     queues: Mutex<Vec<QueueId>>,
-    trouble: Mutex<BackendFailure>,
+    failure: Mutex<BackendFailure>,
     successors: AtomicU64,
     calls: Mutex<Vec<Call>>,
     /// Events that arrive right after the next call of `take_events`.
@@ -147,7 +147,7 @@ impl Recorded {
             window,
             clock: Arc::default(),
             queues: Mutex::default(),
-            trouble: Mutex::default(),
+            failure: Mutex::default(),
             successors: AtomicU64::new(0),
             calls: Mutex::default(),
             late_events: Mutex::default(),
@@ -158,24 +158,24 @@ impl Recorded {
         self.calls.lock().unwrap().push(call);
     }
 
-    fn trouble(&self) -> BackendFailure {
-        *self.trouble.lock().unwrap()
+    fn failure(&self) -> BackendFailure {
+        *self.failure.lock().unwrap()
     }
 
     fn create(&self, qid: QueueId) -> Result<(), QueueError> {
-        let trouble = self.trouble();
-        if trouble == BackendFailure::Replaced {
+        let failure = self.failure();
+        if failure == BackendFailure::Replaced {
             self.successors.fetch_add(1, Ordering::Relaxed);
-            *self.trouble.lock().unwrap() = BackendFailure::None;
+            *self.failure.lock().unwrap() = BackendFailure::None;
         }
         if matches!(
-            trouble,
+            failure,
             BackendFailure::NoQueues | BackendFailure::Away | BackendFailure::Replaced
         ) {
             let source = io::Error::from_raw_os_error(28);
             return Err(QueueError::Host { qid, source });
         }
-        if trouble == BackendFailure::Resetting {
+        if failure == BackendFailure::Resetting {
             let source = io::ErrorKind::ResourceBusy.into();
             return Err(QueueError::Host { qid, source });
         }
@@ -184,7 +184,7 @@ impl Recorded {
     }
 
     fn stopped(&self) -> Result<(), QueueError> {
-        match self.trouble() {
+        match self.failure() {
             BackendFailure::Busy => Err(QueueError::Timeout(QueueId(1))),
             _ => Ok(()),
         }
@@ -246,7 +246,7 @@ impl ControllerBackend for Recorded {
     }
 
     fn is_disconnected(&self) -> bool {
-        self.trouble() == BackendFailure::Away
+        self.failure() == BackendFailure::Away
     }
 
     fn successor_count(&self) -> u64 {
@@ -303,13 +303,13 @@ impl LeaseBackend for Recorded {
 
     fn flush_within(&self, time: Duration) -> io::Result<()> {
         self.record_call(Call::Flush(time));
-        match self.trouble() {
+        match self.failure() {
             BackendFailure::Unflushed => Err(io::Error::from_raw_os_error(5)),
             BackendFailure::Late => Err(io::ErrorKind::TimedOut.into()),
             BackendFailure::Away => Err(io::ErrorKind::NotConnected.into()),
             BackendFailure::Replaced => {
                 self.successors.fetch_add(1, Ordering::Relaxed);
-                *self.trouble.lock().unwrap() = BackendFailure::None;
+                *self.failure.lock().unwrap() = BackendFailure::None;
                 Err(io::ErrorKind::NotConnected.into())
             }
             _ => Ok(()),
@@ -400,7 +400,7 @@ impl QueueBackend for Recorded {
     fn end_untrapped_doorbells(&self) {}
 
     fn watch_admin_doorbells(&self) -> io::Result<()> {
-        match self.trouble() {
+        match self.failure() {
             BackendFailure::Unwatched => Err(io::ErrorKind::NotConnected.into()),
             _ => Ok(()),
         }
@@ -429,7 +429,7 @@ impl LifecycleBackend for Recorded {
     }
 
     fn restore_running(&self, _: &PersistedQueues) -> Result<(), BackendStateError> {
-        unreachable!("a function does not take up what its host side keeps for it")
+        unreachable!("a function does not restore the queues of its back end")
     }
 
     fn save(&self) -> Result<BackendState, BackendStateError> {
@@ -557,8 +557,8 @@ impl Guest {
         self.function.events_fd().read().is_ok()
     }
 
-    fn set_trouble(&self, trouble: BackendFailure) {
-        *self.backend.trouble.lock().unwrap() = trouble;
+    fn set_trouble(&self, failure: BackendFailure) {
+        *self.backend.failure.lock().unwrap() = failure;
     }
 }
 
@@ -695,8 +695,8 @@ fn a_reset_waits_for_commands_in_flight_and_completes_once_they_have_ended() {
         assert_eq!(guest.csts(), 0b1);
         assert!(!guest.take_signal(), "no look calls for the next one");
     }
-    let looks = guest.calls();
-    assert_eq!(looks, [Call::Reset(Duration::ZERO); 1000], "none waits");
+    let polls = guest.calls();
+    assert_eq!(polls, [Call::Reset(Duration::ZERO); 1000], "none waits");
     guest.set_trouble(BackendFailure::None);
     guest.function.process_events();
     assert_eq!(guest.csts(), 0);
@@ -819,14 +819,14 @@ fn a_queue_that_the_back_end_refuses_does_not_exist() {
 #[test]
 fn queue_creation_is_retryable_during_drive_resets() {
     let mut guest = Guest::new();
-    for (trouble, retried) in [
+    for (failure, retried) in [
         (BackendFailure::NoQueues, false),
         (BackendFailure::Resetting, true),
     ] {
-        guest.set_trouble(trouble);
+        guest.set_trouble(failure);
         let at = u64::from(guest.tail);
         assert_eq!(guest.admin(create_cq()), Status::INTERNAL_ERROR);
-        assert_eq!(!guest.completion(at).status().dnr(), retried, "{trouble:?}");
+        assert_eq!(!guest.completion(at).status().dnr(), retried, "{failure:?}");
     }
     guest.set_trouble(BackendFailure::None);
     assert_eq!(guest.admin(create_cq()), Status::SUCCESS);

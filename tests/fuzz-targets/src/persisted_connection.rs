@@ -196,11 +196,11 @@ impl Client {
     }
 
     /// Sends as many messages as the socket accepts.
-    fn send_messages(&mut self, mut script: Input<'_>) {
-        while !script.is_empty() {
-            let (command, options) = (script.byte(), script.byte());
-            let length = script.number().into();
-            let payload = script.piece(length);
+    fn send_messages(&mut self, mut input: Input<'_>) {
+        while !input.is_empty() {
+            let (command, options) = (input.byte(), input.byte());
+            let length = input.number().into();
+            let payload = input.piece(length);
             self.message(command, options, payload);
         }
     }
@@ -226,9 +226,9 @@ impl Client {
 }
 
 /// Changes the log's file.
-fn corrupt_log(journal: &File, choices: u8, input: &mut Input<'_>) {
+fn corrupt_log(request_log: &File, choices: u8, input: &mut Input<'_>) {
     let mut generation = [0; 8];
-    journal
+    request_log
         .read_exact_at(&mut generation, COMMIT_WORD)
         .expect("memory");
     let head = HEADS + u64::from_le_bytes(generation) % 2 * HEADS;
@@ -239,13 +239,13 @@ fn corrupt_log(journal: &File, choices: u8, input: &mut Input<'_>) {
             None => u64::from(word) * 4,
             Some(word) => head + u64::from(word) * 4,
         };
-        journal.write_all_at(value, at).expect("memory");
+        request_log.write_all_at(value, at).expect("memory");
     }
     let length = input.byte();
     let reply = input.piece(length.into());
-    let mut open = journal;
+    let mut open = request_log;
     let position = open.stream_position().expect("a file");
-    journal.write_all_at(reply, position).expect("memory");
+    request_log.write_all_at(reply, position).expect("memory");
     if choices & 32 != 0 {
         let [low, high] = [input.number(), input.number()].map(i32::from);
         let by = i64::from(high << 16 | low);
@@ -257,10 +257,13 @@ fn corrupt_log(journal: &File, choices: u8, input: &mut Input<'_>) {
 fn run_session(choices: u8, mut input: Input<'_>) {
     let is_chosen = |bit: u8| choices & 1 << bit != 0;
     let model = Model::new(is_chosen(2));
-    let journal = RequestLog::new().expect("memory");
-    let file = journal.as_fd().try_clone_to_owned().expect("a descriptor");
+    let request_log = RequestLog::new().expect("memory");
+    let file = request_log
+        .as_fd()
+        .try_clone_to_owned()
+        .expect("a descriptor");
     let mut server =
-        VfioUserServer::bind_with_log(socket(), SocketAccess::default(), model, journal)
+        VfioUserServer::bind_with_log(socket(), SocketAccess::default(), model, request_log)
             .expect("a server");
     let listener = server.listener().as_fd().try_clone_to_owned();
     let listener = listener.expect("a descriptor");
@@ -288,7 +291,7 @@ fn run_session(choices: u8, mut input: Input<'_>) {
     drop(shared);
     let mut client = Some(client).filter(|_| !is_chosen(3));
     let stream = stream.filter(|_| !is_chosen(4)).map(UnixStream::from);
-    let Ok((journal, record)) = RequestLog::from_predecessor(file) else {
+    let Ok((request_log, record)) = RequestLog::from_predecessor(file) else {
         return;
     };
     let requests = record
@@ -301,7 +304,7 @@ fn run_session(choices: u8, mut input: Input<'_>) {
         .as_ref()
         .map(|stream| stream.as_fd().try_clone_to_owned().expect("a descriptor"));
     let listener = SocketListener::from_predecessor(&socket(), listener).expect("it listens");
-    let Ok(mut server) = VfioUserServer::resume(listener, journal, stream, model) else {
+    let Ok(mut server) = VfioUserServer::resume(listener, request_log, stream, model) else {
         return;
     };
     server.watch(&mut NullWatcher).expect("anything is watched");

@@ -70,20 +70,24 @@ impl Files {
     fn new(mode: DoorbellMode) -> Self {
         let doorbells = DoorbellPage::new(mode, nvme_guest::DoorbellStride::default(), QUEUE_PAIRS)
             .expect("memory");
-        let live = InflightFile::new(QUEUE_PAIRS).expect("memory");
+        let inflight = InflightFile::new(QUEUE_PAIRS).expect("memory");
         let memory = memfd(c"guest", MEMORY).expect("memory");
-        Self([share(doorbells.fd()), share(live.fd()), File::from(memory)])
+        Self([
+            share(doorbells.fd()),
+            share(inflight.fd()),
+            File::from(memory),
+        ])
     }
 
     /// Creates a function in its state after power-on, with these files.
     fn function(&self, mode: DoorbellMode) -> Result<NvmeFunction, LocalBackendError> {
-        let [doorbells, live, memory] = self.0.each_ref().map(AsFd::as_fd).map(share);
+        let [doorbells, inflight, memory] = self.0.each_ref().map(AsFd::as_fd).map(share);
         let parts = SharedBackendPartsSource::Continued(Some(PersistedBackendFiles {
             doorbells: doorbells.into(),
-            inflight: live.into(),
+            inflight: inflight.into(),
         }));
-        let attachment = HOST.open_local_backend(mode, parts)?;
-        let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
+        let local_backend = HOST.open_local_backend(mode, parts)?;
+        let function = NvmeFunction::new(Arc::new(local_backend), MsixMasking::Client);
         let region = MemoryRegion {
             gpa: Gpa(0),
             len: MEMORY,
@@ -107,9 +111,8 @@ impl Files {
     /// Writes bytes into a file, as far as they lie within its size, which does not change.
     fn write(&self, file: usize, at: usize, bytes: &[u8]) {
         let file = &self.0[file];
-        let room = length(file).saturating_sub(at).min(bytes.len());
-        file.write_all_at(&bytes[..room], at as u64)
-            .expect("memory");
+        let len = length(file).saturating_sub(at).min(bytes.len());
+        file.write_all_at(&bytes[..len], at as u64).expect("memory");
     }
 }
 

@@ -92,9 +92,9 @@ impl LeftFiles {
             }
         }
 
-        let live = InflightFile::new(QUEUE_PAIRS).expect("memory");
-        let live = live.fd().try_clone_to_owned().expect("a descriptor");
-        let file = share(live.as_fd());
+        let inflight = InflightFile::new(QUEUE_PAIRS).expect("memory");
+        let inflight = inflight.fd().try_clone_to_owned().expect("a descriptor");
+        let file = share(inflight.as_fd());
         let len = file.metadata().expect("a file").len();
         let pair = (len - PAGE) / u64::from(QUEUE_PAIRS);
         for index in 0..2 {
@@ -111,7 +111,7 @@ impl LeftFiles {
         write(&memory, DATA, input.piece((MEMORY - DATA) as usize));
         Self {
             memory,
-            inflight: live,
+            inflight,
             doorbells,
         }
     }
@@ -126,7 +126,7 @@ impl LeftFiles {
             },
             EventReader::Trusted,
         );
-        let attachment = HOST.open_local_backend(mode, parts)?;
+        let local_backend = HOST.open_local_backend(mode, parts)?;
         let region = MemoryRegion {
             gpa: Gpa(0),
             len: MEMORY,
@@ -135,8 +135,8 @@ impl LeftFiles {
             readable: true,
             writable: true,
         };
-        MemoryBackend::map(&attachment, region).expect("memory");
-        Ok(attachment)
+        MemoryBackend::map(&local_backend, region).expect("memory");
+        Ok(local_backend)
     }
 }
 
@@ -177,53 +177,56 @@ fn queues(choices: u8, input: &mut Input<'_>) -> PersistedQueues {
 }
 
 /// Checks the state of a paused back end.
-fn check(attachment: &LocalBackend, queues: &PersistedQueues) {
-    let state = LifecycleBackend::save(attachment).expect("paused");
-    LifecycleBackend::check_state(attachment, &state).expect("a state as any other");
+fn check(local_backend: &LocalBackend, queues: &PersistedQueues) {
+    let state = LifecycleBackend::save(local_backend).expect("paused");
+    LifecycleBackend::check_state(local_backend, &state).expect("a state as any other");
     assert_eq!(PersistedQueues::from_state(&state), *queues);
 }
 
 /// Polls the queue until no work is left.
-fn work(attachment: &LocalBackend, queues: &PersistedQueues) {
-    let mut queue = attachment.take_queue(FIRST).expect("the queue");
+fn work(local_backend: &LocalBackend, queues: &PersistedQueues) {
+    let mut queue = local_backend.take_queue(FIRST).expect("the queue");
     for _ in 0..POLLS {
         queue.poll();
     }
-    attachment.return_queue(queue).expect("it is known");
+    local_backend.return_queue(queue).expect("it is known");
     // The Completion Queue's head advances at most once, to the value of its doorbell. So each entry is used at most once
     // before this and once afterwards.
-    let done: u64 = attachment
+    let done: u64 = local_backend
         .stats()
         .queues
         .iter()
         .map(|queue| queue.commands)
         .sum();
-    let room = u64::from(queues.cqs[0].entries) - 1;
-    assert!(done <= 2 * room, "{done} completions, room for {room}");
+    let capacity = u64::from(queues.cqs[0].entries) - 1;
+    assert!(
+        done <= 2 * capacity,
+        "{done} completions, room for {capacity}"
+    );
 }
 
 /// Restores the state in a new local back end. Returns whether the state was accepted.
 fn restore_queues(left: &LeftFiles, mode: DoorbellMode, queues: &PersistedQueues) -> bool {
-    let attachment = match left.attach(mode) {
-        Ok(attachment) => attachment,
+    let local_backend = match left.attach(mode) {
+        Ok(local_backend) => local_backend,
         Err(error) => {
             assert!(matches!(error, LocalBackendError::Io(_)), "{error}");
             return false;
         }
     };
     // Paused, so that no poller runs the queues before the state is checked.
-    LifecycleBackend::pause(&attachment).expect("idle");
-    if let Err(error) = LifecycleBackend::restore_running(&attachment, queues) {
+    LifecycleBackend::pause(&local_backend).expect("idle");
+    if let Err(error) = LifecycleBackend::restore_running(&local_backend, queues) {
         assert!(!error.to_string().is_empty());
-        let state = LifecycleBackend::save(&attachment).expect("paused");
+        let state = LifecycleBackend::save(&local_backend).expect("paused");
         assert!(state.queues.is_empty(), "a queue is left");
         return false;
     }
-    check(&attachment, queues);
-    LifecycleBackend::resume(&attachment);
-    work(&attachment, queues);
-    LifecycleBackend::pause(&attachment).expect("nothing takes long");
-    check(&attachment, queues);
+    check(&local_backend, queues);
+    LifecycleBackend::resume(&local_backend);
+    work(&local_backend, queues);
+    LifecycleBackend::pause(&local_backend).expect("nothing takes long");
+    check(&local_backend, queues);
     true
 }
 

@@ -1,3 +1,0 @@
-#![no_main]
-
-libfuzzer_sys::fuzz_target!(|input: &[u8]| nvme_mpt_fuzz_targets::kept_connection::run(input));

@@ -1,0 +1,3 @@
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| nvme_mpt_fuzz_targets::persisted_state::run(input));

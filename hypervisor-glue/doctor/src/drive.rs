@@ -141,7 +141,7 @@ fn users(root: &HostRoot, function: &PciFunction) -> DoctorCheck {
 
 fn link(root: &HostRoot, function: &PciFunction) -> DoctorCheck {
     const NAME: &str = "drive.link";
-    let folder = root.function_dir(function.address);
+    let dir = root.function_dir(function.address);
     let values = [
         "current_link_speed",
         "current_link_width",
@@ -149,7 +149,7 @@ fn link(root: &HostRoot, function: &PciFunction) -> DoctorCheck {
         "max_link_width",
     ];
     let [Some(speed), Some(width), Some(max_speed), Some(max_width)] =
-        values.map(|file| read_text(&folder.join(file)))
+        values.map(|file| read_text(&dir.join(file)))
     else {
         return DoctorCheck::not_checked(NAME, "the kernel does not report the PCIe link");
     };

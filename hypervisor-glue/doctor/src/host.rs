@@ -280,11 +280,11 @@ impl DoctorHost {
 
     fn huge_pages(&self) -> DoctorCheck {
         const NAME: &str = "host.huge_pages";
-        let folder = "kernel/mm/hugepages";
+        let dir = "kernel/mm/hugepages";
         let mut sizes = Vec::new();
-        for name in dir_names(&self.root.sys.join(folder)) {
-            let total = self.read_sys(&format!("{folder}/{name}/nr_hugepages"));
-            let free = self.read_sys(&format!("{folder}/{name}/free_hugepages"));
+        for name in dir_names(&self.root.sys.join(dir)) {
+            let total = self.read_sys(&format!("{dir}/{name}/nr_hugepages"));
+            let free = self.read_sys(&format!("{dir}/{name}/free_hugepages"));
             if let (Some(total), Some(free)) = (total, free)
                 && total != "0"
             {
@@ -316,11 +316,11 @@ impl DoctorHost {
 
     fn state_dir(&self) -> DoctorCheck {
         const NAME: &str = "host.state_folder";
-        let folder = &self.state_dir;
-        let shown = folder.display();
+        let dir = &self.state_dir;
+        let shown = dir.display();
         let writable = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
-        if folder.is_dir() {
-            return match rustix::fs::access(folder, writable) {
+        if dir.is_dir() {
+            return match rustix::fs::access(dir, writable) {
                 Ok(()) => DoctorCheck::ok(NAME, format!("{shown} can be written")),
                 Err(error) => DoctorCheck::new(
                     NAME,
@@ -333,7 +333,7 @@ impl DoctorHost {
             };
         }
         let elsewhere = "run as root, or choose another directory with --state-dir";
-        if folder.exists() {
+        if dir.exists() {
             return DoctorCheck::new(
                 NAME,
                 CheckOutcome::Problem,
@@ -341,7 +341,7 @@ impl DoctorHost {
             )
             .with_remedy(elsewhere);
         }
-        let nearest = folder.ancestors().skip(1).find(|parent| parent.exists());
+        let nearest = dir.ancestors().skip(1).find(|parent| parent.exists());
         // A relative path without a directory starts at the working directory.
         let parent = nearest.unwrap_or(Path::new("."));
         match rustix::fs::access(parent, writable) {
@@ -415,8 +415,8 @@ fn read_text(path: &Path) -> Option<String> {
 }
 
 /// Returns the names in a directory, sorted; none if the directory cannot be read.
-fn dir_names(folder: &Path) -> Vec<String> {
-    let Ok(entries) = fs::read_dir(folder) else {
+fn dir_names(dir: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(dir) else {
         return Vec::new();
     };
     let mut names: Vec<String> = entries

@@ -101,15 +101,15 @@ const FILES: &[(&str, &str)] = &[
 ];
 
 struct FakeHostDir {
-    folder: tempfile::TempDir,
+    dir: tempfile::TempDir,
     host: DoctorHost,
 }
 
 impl FakeHostDir {
     /// Creates a healthy host with a drive that is bound to `driver`.
     fn new(driver: &str) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let at = |name: &str| folder.path().join(name);
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
         let host = DoctorHost {
             root: HostRoot {
                 sys: at("sys"),
@@ -119,7 +119,7 @@ impl FakeHostDir {
             state_dir: at("state"),
             physical: true,
         };
-        let made = Self { folder, host };
+        let made = Self { dir, host };
         for (path, text) in FILES {
             made.write(path, text.as_bytes());
         }
@@ -145,23 +145,23 @@ impl FakeHostDir {
     }
 
     fn write(&self, path: &str, text: &[u8]) {
-        let path = self.folder.path().join(path);
+        let path = self.dir.path().join(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, text).unwrap();
     }
 
     fn link(&self, path: &str, target: &str) {
-        let path = self.folder.path().join(path);
+        let path = self.dir.path().join(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
-        symlink(self.folder.path().join(target), path).unwrap();
+        symlink(self.dir.path().join(target), path).unwrap();
     }
 
     fn read(&self, path: &str) -> String {
-        fs::read_to_string(self.folder.path().join(path)).unwrap()
+        fs::read_to_string(self.dir.path().join(path)).unwrap()
     }
 
     fn remove(&self, path: &str) {
-        let path = self.folder.path().join(path);
+        let path = self.dir.path().join(path);
         match path.symlink_metadata().unwrap().is_dir() {
             true => fs::remove_dir_all(path).unwrap(),
             false => fs::remove_file(path).unwrap(),
@@ -228,8 +228,8 @@ fn description() -> DriveDescription {
 
 #[test]
 fn a_suitable_host_and_drive_have_no_problems() {
-    let folder = FakeHostDir::new("vfio-pci");
-    let checks = folder.checks();
+    let dir = FakeHostDir::new("vfio-pci");
+    let checks = dir.checks();
     for check in &checks {
         assert_eq!(check.outcome, CheckOutcome::Ok, "{check:?}");
     }
@@ -263,19 +263,19 @@ fn a_suitable_host_and_drive_have_no_problems() {
 #[test]
 fn each_obstacle_of_a_host_has_its_remedy() {
     use CheckOutcome::{NotChecked, Problem, Warning};
-    let folder = FakeHostDir::new("vfio-pci");
-    let changed = |path: &str, text: &str| folder.write(path, text.as_bytes());
+    let dir = FakeHostDir::new("vfio-pci");
+    let changed = |path: &str, text: &str| dir.write(path, text.as_bytes());
     changed("proc/sys/kernel/osrelease", "5.10.0-28-amd64\n");
-    folder.expect(
+    dir.expect(
         "host.kernel",
         Warning,
         "Linux 5.10.0-28-amd64",
         "Linux 6.1 or newer",
     );
     changed("proc/sys/kernel/osrelease", "unknown");
-    folder.expect("host.kernel", NotChecked, "unknown form: unknown", "");
+    dir.expect("host.kernel", NotChecked, "unknown form: unknown", "");
     changed("proc/sys/kernel/io_uring_disabled", "2\n");
-    folder.expect(
+    dir.expect(
         "host.io_uring",
         Warning,
         "is 2",
@@ -283,8 +283,8 @@ fn each_obstacle_of_a_host_has_its_remedy() {
     );
     changed("proc/self/status", "CapEff:\t0000000000000000\n");
     changed("proc/sys/kernel/io_uring_disabled", "1\n");
-    folder.expect("host.io_uring", Warning, "is 1", "sysctl");
-    folder.expect(
+    dir.expect("host.io_uring", Warning, "is 1", "sysctl");
+    dir.expect(
         "host.locked_memory",
         Problem,
         "8M may be locked",
@@ -293,13 +293,13 @@ fn each_obstacle_of_a_host_has_its_remedy() {
     let limits =
         "Max locked memory  1073741824 1073741824 bytes\nMax open files 1024 524288 files\n";
     changed("proc/self/limits", limits);
-    folder.expect(
+    dir.expect(
         "host.locked_memory",
         Warning,
         "1G may be locked",
         "LimitMEMLOCK=",
     );
-    folder.expect(
+    dir.expect(
         "host.descriptors",
         Warning,
         "1024 (at most 524288)",
@@ -309,47 +309,47 @@ fn each_obstacle_of_a_host_has_its_remedy() {
         "proc/self/limits",
         "Max locked memory  unlimited unlimited bytes\n",
     );
-    folder.expect(
+    dir.expect(
         "host.locked_memory",
         CheckOutcome::Ok,
         "without a limit",
         "",
     );
-    folder.expect("host.descriptors", NotChecked, "does not report", "");
+    dir.expect("host.descriptors", NotChecked, "does not report", "");
     changed(
         "sys/kernel/mm/transparent_hugepage/enabled",
         "always madvise [never]\n",
     );
-    folder.expect("host.huge_pages", Warning, "are off", "echo madvise");
-    folder.remove("dev/kvm");
-    folder.expect("host.kvm", Warning, "kvm does not exist", "kvm_intel");
-    folder.remove("dev/vfio/vfio");
-    folder.expect("host.vfio_device", Problem, "does not exist", "modprobe");
-    folder.remove("sys/module/vfio_iommu_type1");
-    folder.expect(
+    dir.expect("host.huge_pages", Warning, "are off", "echo madvise");
+    dir.remove("dev/kvm");
+    dir.expect("host.kvm", Warning, "kvm does not exist", "kvm_intel");
+    dir.remove("dev/vfio/vfio");
+    dir.expect("host.vfio_device", Problem, "does not exist", "modprobe");
+    dir.remove("sys/module/vfio_iommu_type1");
+    dir.expect(
         "host.vfio_iommu_type1",
         Problem,
         "not loaded",
         "modprobe vfio_iommu_type1",
     );
-    folder.remove("sys/bus/pci/drivers/vfio-pci");
-    folder.expect("host.vfio_pci", Problem, "not loaded", "modprobe vfio-pci");
-    folder.remove("sys/kernel/iommu_groups");
-    folder.expect("host.iommu", Problem, "makes no groups", "intel_iommu=on");
-    folder.remove("sys/class/iommu");
-    folder.expect("host.iommu", Problem, "no IOMMU", "intel_iommu=on");
-    folder.remove("state");
-    folder.expect(
+    dir.remove("sys/bus/pci/drivers/vfio-pci");
+    dir.expect("host.vfio_pci", Problem, "not loaded", "modprobe vfio-pci");
+    dir.remove("sys/kernel/iommu_groups");
+    dir.expect("host.iommu", Problem, "makes no groups", "intel_iommu=on");
+    dir.remove("sys/class/iommu");
+    dir.expect("host.iommu", Problem, "no IOMMU", "intel_iommu=on");
+    dir.remove("state");
+    dir.expect(
         "host.state_folder",
         CheckOutcome::Ok,
         "does not exist yet",
         "",
     );
-    folder.write("state", b"");
+    dir.write("state", b"");
     let host = DoctorHost {
         physical: false,
-        state_dir: folder.host.state_dir.join("below/a/file"),
-        ..folder.host.clone()
+        state_dir: dir.host.state_dir.join("below/a/file"),
+        ..dir.host.clone()
     };
     let checks = host.checks();
     expect(&checks, "host.iommu", Warning, "no IOMMU", "firmware");
@@ -366,56 +366,56 @@ fn each_obstacle_of_a_host_has_its_remedy() {
 #[test]
 fn each_obstacle_of_a_drive_has_its_remedy() {
     use CheckOutcome::{NotChecked, Problem, Warning};
-    let folder = FakeHostDir::new("nvme");
-    folder.expect(
+    let dir = FakeHostDir::new("nvme");
+    dir.expect(
         "drive.driver",
         Warning,
         "own driver",
         "nvme-mpt bind 0000:01:00.0",
     );
     let mount = b"30 22 259:0 / /srv rw - ext4 /dev/nvme0n1 rw\n";
-    folder.write("proc/self/mountinfo", mount);
-    folder.expect(
+    dir.write("proc/self/mountinfo", mount);
+    dir.expect(
         "drive.users",
         Problem,
         "nvme0n1 is mounted on /srv",
         "end that use",
     );
-    folder.write(&format!("{FUNCTION}/current_link_width"), b"1\n");
-    folder.expect("drive.link", Warning, "1 lanes; the drive can do", "slot");
+    dir.write(&format!("{FUNCTION}/current_link_width"), b"1\n");
+    dir.expect("drive.link", Warning, "1 lanes; the drive can do", "slot");
     let other = "sys/kernel/iommu_groups/7/devices/0000:01:00.1";
-    folder.write(&format!("{other}/class"), b"0x020000\n");
-    folder.link(&format!("{other}/driver"), "sys/bus/pci/drivers/e1000e");
-    folder.expect(
+    dir.write(&format!("{other}/class"), b"0x020000\n");
+    dir.link(&format!("{other}/driver"), "sys/bus/pci/drivers/e1000e");
+    dir.expect(
         "drive.iommu_group",
         Problem,
         "0000:01:00.1 (e1000e)",
         "0000:01:00.1",
     );
-    folder.remove(&format!("{FUNCTION}/iommu_group"));
-    folder.expect("drive.iommu_group", Problem, "all memory", "host.iommu");
-    folder.write(&format!("{DISK}/size"), b"many\n");
-    folder.expect("drive.function", Problem, "an unknown form: `many`", "");
-    folder.write(&format!("{DISK}/size"), b"8\n");
-    folder.write(&format!("{FUNCTION}/class"), b"0x010601\n");
-    folder.expect(
+    dir.remove(&format!("{FUNCTION}/iommu_group"));
+    dir.expect("drive.iommu_group", Problem, "all memory", "host.iommu");
+    dir.write(&format!("{DISK}/size"), b"many\n");
+    dir.expect("drive.function", Problem, "an unknown form: `many`", "");
+    dir.write(&format!("{DISK}/size"), b"8\n");
+    dir.write(&format!("{FUNCTION}/class"), b"0x010601\n");
+    dir.expect(
         "drive.function",
         Problem,
         "not an NVMe controller",
         "nvme-mpt drives",
     );
-    folder.remove(FUNCTION);
-    folder.expect("drive.function", Problem, "There is no PCI function", "");
-    let folder = FakeHostDir::new("uio_pci_generic");
-    folder.expect("drive.driver", Problem, "uio_pci_generic", "--force");
+    dir.remove(FUNCTION);
+    dir.expect("drive.function", Problem, "There is no PCI function", "");
+    let dir = FakeHostDir::new("uio_pci_generic");
+    dir.expect("drive.driver", Problem, "uio_pci_generic", "--force");
     // The fake device file of the controller is not a device, so the drive cannot be queried.
-    let folder = FakeHostDir::new("nvme");
+    let dir = FakeHostDir::new("nvme");
     let address = ADDRESS.parse().unwrap();
-    let report = examine(&folder.host, Some(address));
+    let report = examine(&dir.host, Some(address));
     let checks = &report.sections[1].checks;
     expect(checks, "drive.model", NotChecked, "Cannot open", "");
-    folder.write("dev/nvme0", b"");
-    let report = examine(&folder.host, Some(address));
+    dir.write("dev/nvme0", b"");
+    let report = examine(&dir.host, Some(address));
     let checks = &report.sections[1].checks;
     expect(checks, "drive.model", NotChecked, "Identify Controller", "");
 }
@@ -522,10 +522,10 @@ fn content(usual: &'static str) -> impl Strategy<Value = Vec<u8>> {
     ]
 }
 
-fn write_or_remove(folder: &FakeHostDir, path: &str, text: Option<&[u8]>) {
+fn write_or_remove(dir: &FakeHostDir, path: &str, text: Option<&[u8]>) {
     match text {
-        Some(text) => folder.write(path, text),
-        None if folder.folder.path().join(path).is_file() => folder.remove(path),
+        Some(text) => dir.write(path, text),
+        None if dir.dir.path().join(path).is_file() => dir.remove(path),
         None => {}
     }
 }
@@ -538,14 +538,14 @@ proptest! {
         texts in FILES.iter().map(|(_, usual)| proptest::option::of(content(usual))).collect::<Vec<_>>(),
         driver in prop_oneof![Just("nvme"), Just("vfio-pci")],
     ) {
-        let folder = FakeHostDir::new(driver);
+        let dir = FakeHostDir::new(driver);
         for ((path, _), text) in FILES.iter().zip(&texts) {
-            write_or_remove(&folder, path, text.as_deref());
+            write_or_remove(&dir, path, text.as_deref());
         }
         let report = DoctorReport {
             version: String::new(),
             time: String::new(),
-            sections: vec![ReportSection { subject: "All".to_owned(), checks: folder.checks() }],
+            sections: vec![ReportSection { subject: "All".to_owned(), checks: dir.checks() }],
         };
         prop_assert!(serde_json::to_string(&report).is_ok());
     }
@@ -584,15 +584,15 @@ fn the_host_of_this_test_is_examined() {
 
 /// Tests a namespace of the drive. Returns the only check, and the namespace that the operator was asked to erase.
 fn try_out(
-    folder: &FakeHostDir,
+    dir: &FakeHostDir,
     nsid: u32,
     consent: bool,
 ) -> (DoctorCheck, Option<scratch::ScratchNamespace>) {
     let address = ADDRESS.parse().unwrap();
-    let mut report = examine(&folder.host, Some(address));
+    let mut report = examine(&dir.host, Some(address));
     let mut asked = None;
     let path = DrivePath::Pci(address);
-    report.test_namespace(&folder.host, &path, nsid, Duration::ZERO, &mut |subject| {
+    report.test_namespace(&dir.host, &path, nsid, Duration::ZERO, &mut |subject| {
         asked = Some(subject.clone());
         consent
     });
@@ -606,11 +606,11 @@ fn try_out(
 #[test]
 fn a_drive_of_the_host_is_bound_only_after_consent() {
     use CheckOutcome::{NotChecked, Problem};
-    let folder = FakeHostDir::new("nvme");
-    folder.write("sys/bus/pci/drivers/nvme/unbind", b"");
-    folder.write("sys/bus/pci/drivers_probe", b"");
-    let told = || folder.read("sys/bus/pci/drivers/nvme/unbind");
-    let (check, asked) = try_out(&folder, 9, true);
+    let dir = FakeHostDir::new("nvme");
+    dir.write("sys/bus/pci/drivers/nvme/unbind", b"");
+    dir.write("sys/bus/pci/drivers_probe", b"");
+    let told = || dir.read("sys/bus/pci/drivers/nvme/unbind");
+    let (check, asked) = try_out(&dir, 9, true);
     expect(
         &[check],
         "scratch.setup",
@@ -619,15 +619,15 @@ fn a_drive_of_the_host_is_bound_only_after_consent() {
         "",
     );
     assert_eq!(asked, None);
-    folder.write("dev/nvme0n1", &[&[0; 512][..], b"EFI PART"].concat());
-    let (check, asked) = try_out(&folder, 1, false);
+    dir.write("dev/nvme0n1", &[&[0; 512][..], b"EFI PART"].concat());
+    let (check, asked) = try_out(&dir, 1, false);
     expect(&[check], "scratch.setup", NotChecked, "Not confirmed", "");
     let asked = asked.unwrap();
     assert_eq!((&*asked.confirmation_word, asked.nsid), ("S1", 1));
     assert_eq!(asked.previous_use, Some("a GUID partition table"));
     assert_eq!(told(), "");
     // No kernel binds the driver, but the request was written to the file.
-    let (check, _) = try_out(&folder, 1, true);
+    let (check, _) = try_out(&dir, 1, true);
     expect(
         &[check],
         "scratch.setup",
@@ -636,12 +636,12 @@ fn a_drive_of_the_host_is_bound_only_after_consent() {
         "",
     );
     assert_eq!(told(), ADDRESS);
-    folder.write("sys/bus/pci/drivers/nvme/unbind", b"");
-    folder.write("proc/42/comm", b"smartd\n");
-    symlink("/dev/null", folder.folder.path().join("dev/nvme0")).unwrap();
-    fs::create_dir(folder.folder.path().join("proc/42/fd")).unwrap();
-    symlink("/dev/null", folder.folder.path().join("proc/42/fd/3")).unwrap();
-    let (check, asked) = try_out(&folder, 1, true);
+    dir.write("sys/bus/pci/drivers/nvme/unbind", b"");
+    dir.write("proc/42/comm", b"smartd\n");
+    symlink("/dev/null", dir.dir.path().join("dev/nvme0")).unwrap();
+    fs::create_dir(dir.dir.path().join("proc/42/fd")).unwrap();
+    symlink("/dev/null", dir.dir.path().join("proc/42/fd/3")).unwrap();
+    let (check, asked) = try_out(&dir, 1, true);
     expect(
         &[check],
         "scratch.setup",

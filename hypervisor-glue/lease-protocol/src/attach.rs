@@ -95,20 +95,20 @@ fn set_up_error(socket: &Path, source: io::Error) -> LeaseAttachError {
     }
 }
 
-/// Sends an [`AttachRequest`] to the server on `socket`. Returns the connection and the answer. `kept` are the lease's
-/// descriptors from the predecessor. `patience` is the timeout for each message of the server.
+/// Sends an [`AttachRequest`] to the server on `socket`. Returns the connection and the answer. `inherited` are the lease's
+/// descriptors from the predecessor. `timeout` is the timeout for each message of the server.
 fn send_attach_request(
     stream: Stream,
     socket: &Path,
-    opening: &AttachRequest,
-    kept: &[BorrowedFd<'_>],
-    patience: Duration,
+    request: &AttachRequest,
+    inherited: &[BorrowedFd<'_>],
+    timeout: Duration,
 ) -> Result<(LeaseChannel, AttachOutcome), LeaseAttachError> {
     let set_up = |source| set_up_error(socket, source);
     let failed = |source| answer_error(socket, source);
     let channel = LeaseChannel::new(stream).map_err(set_up)?;
-    channel.set_answer_timeout(patience).map_err(set_up)?;
-    channel.send(opening, kept).map_err(failed)?;
+    channel.set_answer_timeout(timeout).map_err(set_up)?;
+    channel.send(request, inherited).map_err(failed)?;
     let answer = loop {
         let (opened, descriptors) = channel.receive_answer().map_err(failed)?;
         match opened {
@@ -130,21 +130,21 @@ fn send_attach_request(
 }
 
 /// Requests a lease from the server on `socket`; returns `None` if this server does not have the function's drive. `options`
-/// is the function's option string, with absolute paths. `kept` are the lease's descriptors from the predecessor, and
-/// `patience` is the timeout for each message of the server.
+/// is the function's option string, with absolute paths. `inherited` are the lease's descriptors from the predecessor, and
+/// `timeout` is the timeout for each message of the server.
 pub(crate) fn request_lease(
     stream: Stream,
     socket: &Path,
     options: &str,
-    kept: &[BorrowedFd<'_>],
-    patience: Duration,
+    inherited: &[BorrowedFd<'_>],
+    timeout: Duration,
 ) -> Result<Option<GrantedLease>, LeaseAttachError> {
-    let opening = AttachRequest {
+    let request = AttachRequest {
         version: VERSION,
         options: options.to_owned(),
         only_asks: false,
     };
-    let (channel, answer) = send_attach_request(stream, socket, &opening, kept, patience)?;
+    let (channel, answer) = send_attach_request(stream, socket, &request, inherited, timeout)?;
     let (attached, mut descriptors) = match answer {
         AttachOutcome::NotServed => return Ok(None),
         AttachOutcome::Attached(attached, descriptors) if attached.is_valid() => {
@@ -182,21 +182,20 @@ pub(crate) fn request_lease(
     }))
 }
 
-/// Asks the server on `socket` whether it has the drive that an option string with absolute paths names. `patience` is the
-/// timeout for each message of the server. A server of an earlier release creates a lease instead of answering; this lease
-/// ends with the connection.
+/// Asks the server on `socket` whether it has the drive that an option string with absolute paths names. `timeout` is the
+/// timeout for each message of the server.
 pub(crate) fn query_drive(
     stream: Stream,
     socket: &Path,
     options: &str,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<bool, LeaseAttachError> {
-    let opening = AttachRequest {
+    let request = AttachRequest {
         version: VERSION,
         options: options.to_owned(),
         only_asks: true,
     };
-    let (_, answer) = send_attach_request(stream, socket, &opening, &[], patience)?;
+    let (_, answer) = send_attach_request(stream, socket, &request, &[], timeout)?;
     match answer {
         AttachOutcome::Served => Ok(true),
         AttachOutcome::NotServed => Ok(false),

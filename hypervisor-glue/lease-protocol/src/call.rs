@@ -84,7 +84,7 @@ backend_calls! { |server|
             .map_err(RemoteIoError)
     }
     fn changes() -> Option<UnreportedChanges> { server.backend.changes() }
-    fn remove_changes(told: UnreportedChanges) -> () { server.backend.remove_changes(&told) }
+    fn remove_changes(reported: UnreportedChanges) -> () { server.backend.remove_changes(&reported) }
     fn counters() -> LeaseCounters { server.backend.counters() }
     fn completed_commands() -> u64 { server.backend.completed_commands() }
     fn stats() -> BackendStats { server.backend.stats() }

@@ -136,13 +136,13 @@ impl LeaseChannel {
             .map_err(channel_error)
     }
 
-    /// Receives a request. `patience` is the timeout for the first byte of the request. After the first byte, the remaining
+    /// Receives a request. `timeout` is the timeout for the first byte of the request. After the first byte, the remaining
     /// bytes must arrive within `TRANSFER_TIMEOUT`.
     pub(crate) fn receive_request<M: DeserializeOwned>(
         &self,
-        patience: Option<Duration>,
+        timeout: Option<Duration>,
     ) -> Result<(M, Vec<OwnedFd>), ChannelError> {
-        self.stream.set_read_timeout(patience)?;
+        self.stream.set_read_timeout(timeout)?;
         let mut deadline = None;
         self.receive(|| {
             // The first call comes after the first part of the message, so the deadline starts with that part.
@@ -156,8 +156,8 @@ impl LeaseChannel {
     }
 
     /// Sets the timeout that [`Self::receive_answer`] applies to each part of an answer.
-    pub(crate) fn set_answer_timeout(&self, patience: Duration) -> io::Result<()> {
-        self.stream.set_read_timeout(Some(patience))
+    pub(crate) fn set_answer_timeout(&self, timeout: Duration) -> io::Result<()> {
+        self.stream.set_read_timeout(Some(timeout))
     }
 
     /// Receives an answer. A server that is ending may send a `LeaseEndNotice` in place of the answer; then this returns

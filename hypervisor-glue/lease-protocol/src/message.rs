@@ -50,7 +50,7 @@ pub(crate) enum AttachReply {
     /// The server is still creating the lease, for example while it wipes the range. Sent every second.
     Waiting,
     /// The lease is granted. Descriptors: the doorbells' file, the in-flight tracking file, and the eventfd that signals
-    /// events. With [`AttachRequest::sees_end`], the [signs](SIGNS) follow.
+    /// events. The [signs](SIGNS) follow.
     Attached(Box<AttachedLease>),
 }
 
@@ -186,16 +186,16 @@ pub(crate) enum VectorChange {
 }
 
 /// Reply to [`BackendRequest::io_doorbells`](crate::call::BackendRequest::io_doorbells). Descriptors: the eventfds that wake
-/// the new pollers, in the order of [`Self::new_bells`]. If a reply has [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX)
+/// the new pollers, in the order of [`Self::new_wakers`]. If a reply has [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX)
 /// descriptors, it may lack doorbells, so the VMM sends the request again.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct IoDoorbellsReply {
     pub(crate) are_buffered: bool,
-    pub(crate) are_silent: bool,
+    pub(crate) are_untrapped: bool,
     /// Each doorbell, with the number of the eventfd that wakes its poller. The VMM closes an eventfd whose number is
     /// missing here, since it is no longer in use.
-    pub(crate) bells: Vec<(Doorbell, u64)>,
-    pub(crate) new_bells: Vec<u64>,
+    pub(crate) wakers: Vec<(Doorbell, u64)>,
+    pub(crate) new_wakers: Vec<u64>,
 }
 
 /// Reply to [`BackendRequest::take_dirty_pages`](crate::call::BackendRequest::take_dirty_pages). The ranges may need several

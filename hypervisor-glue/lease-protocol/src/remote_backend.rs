@@ -66,7 +66,7 @@ pub fn attach_stream(
 }
 
 /// Attaches to the server that has the drive of `options`; returns `None` if no server has this drive. If that server is
-/// lost later, the function waits at most `patience` for another server; without limit if `patience` is `None`.
+/// lost later, the function waits at most `timeout` for another server; without limit if `timeout` is `None`.
 ///
 /// A server that cannot be reached is skipped with a warning. If the skipped server has the drive, this returns `None`, and
 /// the caller's own attempt to open the drive fails.
@@ -76,16 +76,16 @@ pub fn attach_stream(
 pub fn attach_any_server(
     state_dir: &Path,
     options: &str,
-    patience: Option<Duration>,
+    timeout: Option<Duration>,
     threads: &ThreadSpawner,
 ) -> Result<Option<RemoteBackend>, LeaseAttachError> {
     let Some(given) = server_sockets::find_lease(state_dir, options, &[], OPENING_TIMEOUT)? else {
         return Ok(None);
     };
-    let reach = (patience != Some(Duration::ZERO)).then(|| ServerDiscovery {
+    let reach = (timeout != Some(Duration::ZERO)).then(|| ServerDiscovery {
         state_dir: state_dir.to_owned(),
         options: options.to_owned(),
-        timeout: patience,
+        timeout,
     });
     RemoteBackend::new(given, reach, threads).map(Some)
 }
@@ -167,7 +167,7 @@ impl RemoteBackend {
         let GrantedLease {
             channel,
             attached,
-            parts: [doorbells, live, events],
+            parts: [doorbells, inflight, events],
             signs,
             socket,
         } = given;
@@ -184,7 +184,7 @@ impl RemoteBackend {
             channel: channel.clone(),
             signs,
         };
-        let exits = ExitCounter::from_file(live.as_fd()).ok();
+        let exits = ExitCounter::from_file(inflight.as_fd()).ok();
         let events = Arc::new(eventfd::from_client(events)?);
         let link = ServerLink::new(
             channel,
@@ -206,7 +206,7 @@ impl RemoteBackend {
             vectors: (0..vectors).map(vector).collect(),
             inflight: None,
         };
-        let bells = Arc::<Mutex<RemoteWakers>>::default();
+        let wakers = Arc::<Mutex<RemoteWakers>>::default();
         let (ending, ended) = mpsc::channel();
         let (stop, stopped) = mpsc::channel();
         let watch = ServerWatch {
@@ -215,12 +215,12 @@ impl RemoteBackend {
             discovery: reach,
             promised: attached,
             doorbells: shared.doorbells.clone(),
-            inflight: live,
+            inflight,
             memory: shared.memory.clone(),
             drop_wakers: {
-                let bells = bells.clone();
+                let wakers = wakers.clone();
                 // The queues themselves stay: the guest believes that they exist until it resets its controller.
-                Box::new(move || lock(&bells).by_number.clear())
+                Box::new(move || lock(&wakers).by_number.clear())
             },
         };
         let work = move || {
@@ -234,7 +234,7 @@ impl RemoteBackend {
             facts,
             shared,
             window,
-            wakers: bells,
+            wakers: wakers,
             counters: Mutex::default(),
             exit_counter: exits,
             watch_thread: Some(watch),
@@ -340,55 +340,55 @@ impl RemoteBackend {
 
     /// Asks the server again for the doorbells, whose wakers change with the queues.
     fn refresh_doorbells(&self) -> IoDoorbells {
-        let mut bells = self.wakers();
-        let bells = &mut *bells;
+        let mut wakers = self.wakers();
+        let wakers = &mut *wakers;
         for _ in 0..=usize::from(MAX_QUEUE_PAIRS) / DESCRIPTORS_MAX {
             // Without a server, the guest still sees its queues, so the doorbells stay.
-            let Some((doorbells, new)) = self.fetch_doorbells(&mut bells.by_number) else {
+            let Some((doorbells, new)) = self.fetch_doorbells(&mut wakers.by_number) else {
                 break;
             };
-            bells.doorbells = doorbells;
+            wakers.doorbells = doorbells;
             if new < DESCRIPTORS_MAX {
                 break;
             }
         }
-        bells.doorbells.clone()
+        wakers.doorbells.clone()
     }
 
     /// Asks the server once for the doorbells. Returns them, and the number of wakers that the server sent for the first time.
     fn fetch_doorbells(
         &self,
-        bells: &mut BTreeMap<u64, Arc<EventFd>>,
+        wakers: &mut BTreeMap<u64, Arc<EventFd>>,
     ) -> Option<(IoDoorbells, usize)> {
         let mut state = self.link.state();
         let answer = (self.link).call_with_descriptors(&mut state, call::io_doorbells(), None);
         let (doorbells, descriptors) = answer.ok()?;
         let IoDoorbellsReply {
             are_buffered,
-            are_silent,
-            bells: named,
-            new_bells,
+            are_untrapped,
+            wakers: named,
+            new_wakers,
         } = doorbells;
-        let new = new_bells.len();
-        for (number, descriptor) in new_bells.into_iter().zip(descriptors) {
+        let new = new_wakers.len();
+        for (number, descriptor) in new_wakers.into_iter().zip(descriptors) {
             match eventfd::from_client(descriptor) {
-                Ok(bell) => {
+                Ok(waker) => {
                     // The guest may have written a doorbell a moment ago, for which only the previous server's poller was
                     // woken. A full counter wakes the poller as well.
-                    let _ = eventfd::signal(&bell);
-                    bells.insert(number, Arc::new(bell));
+                    let _ = eventfd::signal(&waker);
+                    wakers.insert(number, Arc::new(waker));
                 }
                 Err(error) => log::error!("The drive server sent an invalid waker: {error}"),
             }
         }
-        bells.retain(|number, _| named.iter().any(|(_, other)| other == number));
+        wakers.retain(|number, _| named.iter().any(|(_, other)| other == number));
         let waker = |(doorbell, number)| {
-            let bell: &Arc<EventFd> = bells.get(&number)?;
-            Some((doorbell, DoorbellWaker::from(bell.clone())))
+            let waker: &Arc<EventFd> = wakers.get(&number)?;
+            Some((doorbell, DoorbellWaker::from(waker.clone())))
         };
         let doorbells = IoDoorbells {
             are_buffered,
-            are_untrapped: are_silent,
+            are_untrapped: are_untrapped,
             wakers: named.into_iter().filter_map(waker).collect(),
         };
         Some((doorbells, new))
@@ -535,8 +535,8 @@ impl LeaseBackend for RemoteBackend {
         self.call(call::changes()).ok()?
     }
 
-    fn remove_changes(&self, told: &UnreportedChanges) {
-        self.call_ignoring_loss(call::remove_changes(told.clone()));
+    fn remove_changes(&self, reported: &UnreportedChanges) {
+        self.call_ignoring_loss(call::remove_changes(reported.clone()));
     }
 
     fn counters(&self) -> LeaseCounters {
@@ -724,8 +724,8 @@ impl QueueBackend for RemoteBackend {
     }
 
     fn ring(&self, doorbell: Doorbell, value: u32) -> bool {
-        let bells = self.wakers();
-        let wakers = &bells.doorbells.wakers;
+        let wakers = self.wakers();
+        let wakers = &wakers.doorbells.wakers;
         let waker = wakers.iter().find(|(other, _)| *other == doorbell);
         // A lost server may not have sent the waker of this doorbell. The next server reads the doorbell when it restores
         // the queue.
@@ -945,7 +945,7 @@ mod tests {
         let _: (AttachRequest, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
         let stride = DoorbellStride::default();
         let doorbells = DoorbellPage::new(DoorbellMode::Trap, stride, QUEUE_PAIRS).unwrap();
-        let live = memfd(c"live", 4096).unwrap();
+        let inflight = memfd(c"live", 4096).unwrap();
         let events = eventfd::share(&EventFd::new(EFD_NONBLOCK).unwrap()).unwrap();
         let attached = AttachReply::Attached(Box::new(AttachedLease {
             id: "lease".to_owned(),
@@ -953,7 +953,7 @@ mod tests {
             dstrd: doorbells.dstrd(),
             vectors: vector_count(QUEUE_PAIRS),
         }));
-        let parts = [doorbells.fd(), live.as_fd(), events.as_fd()];
+        let parts = [doorbells.fd(), inflight.as_fd(), events.as_fd()];
         channel
             .send(&attached, &[&parts[..], &signs].concat())
             .unwrap();
@@ -1060,7 +1060,7 @@ mod tests {
         let listener =
             UnixListener::bind(server_sockets::socket_path(state_dir.path(), "1")).unwrap();
         let (first, mut second) = (DyingServer::new(), DyingServer::new());
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let serve = || {
             let give = |server: &DyingServer| {
                 grant_lease_over(listener.accept().unwrap().0, server.signs())
@@ -1073,12 +1073,12 @@ mod tests {
             let taken: (BackendRequest, _) = channel.receive_request(None).unwrap();
             assert!(matches!(taken.0, BackendRequest::restore_running { .. }));
             drop((channel, listener));
-            tell.send(()).unwrap();
+            sender.send(()).unwrap();
         };
         let threads = ThreadSpawner::default();
         let attach = || {
             let host = attach_any_server(state_dir.path(), "path=a", None, &threads);
-            told.recv().unwrap();
+            receiver.recv().unwrap();
             host
         };
         let host = run_alongside("server", serve, attach).unwrap();
@@ -1133,7 +1133,7 @@ mod tests {
         std::fs::create_dir_all(server_sockets::sockets_dir(state_dir.path())).unwrap();
         let listener =
             UnixListener::bind(server_sockets::socket_path(state_dir.path(), "1")).unwrap();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let serve = move || {
             let first = grant_lease(&listener);
             let _: (BackendRequest, Vec<OwnedFd>) = first.receive_request(None).unwrap();
@@ -1154,7 +1154,7 @@ mod tests {
                 next.send(&done, &[]).unwrap();
                 requests.push(request);
             }
-            tell.send(requests).unwrap();
+            sender.send(requests).unwrap();
             // The server runs until the function ends.
             let end: Result<(BackendRequest, Vec<OwnedFd>), _> = next.receive_request(None);
             assert!(matches!(end, Err(ChannelError::Closed)), "{end:?}");
@@ -1164,10 +1164,10 @@ mod tests {
         let host = attach_any_server(state_dir.path(), "path=a", None, &threads);
         let host = host.unwrap().expect("the server has the drive");
         let result = ask(&host);
-        let told = told.recv().unwrap();
+        let requests = receiver.recv().unwrap();
         drop(host);
         server.join().unwrap();
-        (result, told)
+        (result, requests)
     }
 
     fn page(number: u64) -> MemoryRegion {
@@ -1187,7 +1187,7 @@ mod tests {
         std::fs::create_dir_all(server_sockets::sockets_dir(state_dir.path())).unwrap();
         let listener =
             UnixListener::bind(server_sockets::socket_path(state_dir.path(), "1")).unwrap();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let (change, changed) = mpsc::channel();
         let serve = move || {
             let done: BackendResult<()> = Ok(());
@@ -1215,7 +1215,7 @@ mod tests {
                         _ => break,
                     }
                 }
-                tell.send(mapped).unwrap();
+                sender.send(mapped).unwrap();
             }
         };
         let server = start_thread("server", serve).unwrap();
@@ -1236,59 +1236,63 @@ mod tests {
         let pages = [0, 1, 2].map(|number| Gpa(number * 4096));
         let had = [RegionHistory::Kept, RegionHistory::New, RegionHistory::New];
         assert_eq!(
-            told.recv().unwrap(),
+            receiver.recv().unwrap(),
             Vec::from_iter(pages.into_iter().zip(had))
         );
         // By now, the current server has had all pages mapped.
         let had = pages.map(|gpa| (gpa, RegionHistory::Kept));
-        assert_eq!(told.recv().unwrap(), had);
+        assert_eq!(receiver.recv().unwrap(), had);
         drop(host);
         server.join().unwrap();
     }
 
     #[test]
     fn requests_refused_by_the_old_server_are_not_repeated() {
-        let (watched, told) = requests_to_next_server(true, |host| host.watch_admin_doorbells());
+        let (watched, requests) =
+            requests_to_next_server(true, |host| host.watch_admin_doorbells());
         assert_eq!(watched.unwrap_err().raw_os_error(), Some(NO_DESCRIPTORS));
         assert!(
-            matches!(told[..], [BackendRequest::restore_running { .. }]),
-            "{told:?}"
+            matches!(requests[..], [BackendRequest::restore_running { .. }]),
+            "{requests:?}"
         );
 
-        let (began, told) = requests_to_next_server(true, |host| host.begin_untrapped_doorbells());
+        let (began, requests) =
+            requests_to_next_server(true, |host| host.begin_untrapped_doorbells());
         assert_eq!(began.unwrap_err().raw_os_error(), Some(NO_DESCRIPTORS));
         assert!(
-            matches!(told[..], [BackendRequest::restore_running { .. }]),
-            "{told:?}"
+            matches!(requests[..], [BackendRequest::restore_running { .. }]),
+            "{requests:?}"
         );
     }
 
     #[test]
     fn requests_unanswered_by_the_old_server_are_repeated() {
-        let (watched, told) = requests_to_next_server(false, |host| host.watch_admin_doorbells());
+        let (watched, requests) =
+            requests_to_next_server(false, |host| host.watch_admin_doorbells());
         assert_eq!(watched.unwrap_err().kind(), io::ErrorKind::NotConnected);
         assert!(
             matches!(
-                told[..],
+                requests[..],
                 [
                     BackendRequest::watch_admin_doorbells {},
                     BackendRequest::restore_running { .. }
                 ]
             ),
-            "{told:?}"
+            "{requests:?}"
         );
 
-        let (began, told) = requests_to_next_server(false, |host| host.begin_untrapped_doorbells());
+        let (began, requests) =
+            requests_to_next_server(false, |host| host.begin_untrapped_doorbells());
         began.expect("the next server begins it");
         assert!(
             matches!(
-                told[..],
+                requests[..],
                 [
                     BackendRequest::begin_untrapped_doorbells {},
                     BackendRequest::restore_running { .. }
                 ]
             ),
-            "{told:?}"
+            "{requests:?}"
         );
     }
 }

@@ -139,46 +139,46 @@ impl<'a> BackendRequestHandler<'a> {
     pub(crate) fn io_doorbells(&mut self) -> io::Result<IoDoorbellsReply> {
         let doorbells = self.backend.io_doorbells();
         let wakers = &doorbells.wakers;
-        let is_named = |bell: &EventfdDoorbellWaker| {
-            wakers.iter().any(|(_, waker)| bell.is_same_poller(waker))
+        let is_in_use = |sent: &EventfdDoorbellWaker| {
+            wakers.iter().any(|(_, waker)| sent.is_same_poller(waker))
         };
-        self.wakers.retain(|(_, bell)| is_named(bell));
+        self.wakers.retain(|(_, sent)| is_in_use(sent));
         let mut answer = IoDoorbellsReply {
             are_buffered: doorbells.are_buffered,
-            are_silent: doorbells.are_untrapped,
+            are_untrapped: doorbells.are_untrapped,
             ..IoDoorbellsReply::default()
         };
         for (doorbell, waker) in &doorbells.wakers {
             let number = match self
                 .wakers
                 .iter()
-                .find(|(_, bell)| bell.is_same_poller(waker))
+                .find(|(_, sent)| sent.is_same_poller(waker))
             {
                 Some((number, _)) => *number,
                 // The reply is full. The VMM repeats the request to get the remaining eventfds.
-                None if answer.new_bells.len() == DESCRIPTORS_MAX => continue,
+                None if answer.new_wakers.len() == DESCRIPTORS_MAX => continue,
                 None => {
                     let Some((number, descriptor)) = self.create_waker(waker)? else {
                         continue;
                     };
-                    answer.new_bells.push(number);
+                    answer.new_wakers.push(number);
                     self.reply_descriptors.push(descriptor);
                     number
                 }
             };
-            answer.bells.push((*doorbell, number));
+            answer.wakers.push((*doorbell, number));
         }
         Ok(answer)
     }
 
     fn create_waker(&mut self, waker: &DoorbellWaker) -> io::Result<Option<(u64, OwnedFd)>> {
-        let Some(bell) = waker.to_eventfd_waker()? else {
+        let Some(eventfd_waker) = waker.to_eventfd_waker()? else {
             return Ok(None);
         };
-        let descriptor = bell.share()?;
+        let descriptor = eventfd_waker.share()?;
         let number = self.wakers_created;
         self.wakers_created += 1;
-        self.wakers.push((number, bell));
+        self.wakers.push((number, eventfd_waker));
         Ok(Some((number, descriptor)))
     }
 }

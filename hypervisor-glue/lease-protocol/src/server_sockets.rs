@@ -35,10 +35,10 @@ fn list_sockets(state_dir: &Path) -> impl Iterator<Item = PathBuf> {
     names.into_iter().filter(is_socket)
 }
 
-/// Returns whether any server has the drive of `options`. `patience` is the timeout for each message of a server.
-pub(crate) fn has_server(state_dir: &Path, options: &str, patience: Duration) -> bool {
+/// Returns whether any server has the drive of `options`. `timeout` is the timeout for each message of a server.
+pub(crate) fn has_server(state_dir: &Path, options: &str, timeout: Duration) -> bool {
     list_sockets(state_dir).any(|path| {
-        let ask = |stream| query_drive(stream, &path, options, patience);
+        let ask = |stream| query_drive(stream, &path, options, timeout);
         let answer = connect(&path).and_then(ask);
         // The error is not reported here: it will be when the function requests its lease.
         answer.unwrap_or_else(|error| {
@@ -49,16 +49,16 @@ pub(crate) fn has_server(state_dir: &Path, options: &str, patience: Duration) ->
 }
 
 /// Finds the server that has the drive of `options`, and gets a lease from this server; `None` if no server has the drive.
-/// `kept` are the lease's descriptors from the predecessor of this server. `patience` is the timeout for each message of a
+/// `inherited` are the lease's descriptors from the predecessor of this server. `timeout` is the timeout for each message of a
 /// server.
 pub(crate) fn find_lease(
     state_dir: &Path,
     options: &str,
-    kept: &[BorrowedFd<'_>],
-    patience: Duration,
+    inherited: &[BorrowedFd<'_>],
+    timeout: Duration,
 ) -> Result<Option<GrantedLease>, LeaseAttachError> {
     for path in list_sockets(state_dir) {
-        let ask = |stream| request_lease(stream, &path, options, kept, patience);
+        let ask = |stream| request_lease(stream, &path, options, inherited, timeout);
         let given = connect(&path).and_then(ask);
         match given {
             Ok(Some(given)) => return Ok(Some(given)),
@@ -72,7 +72,7 @@ pub(crate) fn find_lease(
             Err(error @ (LeaseAttachError::Connect { .. } | LeaseAttachError::Answer { .. })) => {
                 // A function that has lost its server repeats the search, and reports the reason itself. So this message is
                 // only for debugging then.
-                let level = match kept.is_empty() {
+                let level = match inherited.is_empty() {
                     true => log::Level::Warn,
                     false => log::Level::Debug,
                 };

@@ -119,7 +119,7 @@ pub(crate) struct ServerWatch {
 
 impl fmt::Debug for ServerWatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Watch")
+        f.debug_struct("ServerWatch")
             .field("link", &self.link)
             .finish_non_exhaustive()
     }
@@ -174,7 +174,7 @@ impl ServerWatch {
         loop {
             self.remove_ended(left);
             let waited = clock::monotonic().saturating_sub(began);
-            if reach.timeout.is_some_and(|patience| waited >= patience) {
+            if reach.timeout.is_some_and(|timeout| waited >= timeout) {
                 log::error!("No drive server came back within {waited:?}");
                 self.give_up();
                 return None;
@@ -220,9 +220,13 @@ impl ServerWatch {
         left: &mut Vec<AttachedServer>,
     ) -> Result<Option<AttachedServer>, ReattachError> {
         let events = eventfd::share(&self.link.events)?;
-        let kept = [self.doorbells.fd(), self.inflight.as_fd(), events.as_fd()];
-        let Some(given) =
-            server_sockets::find_lease(&reach.state_dir, &reach.options, &kept, OPENING_TIMEOUT)?
+        let inherited = [self.doorbells.fd(), self.inflight.as_fd(), events.as_fd()];
+        let Some(given) = server_sockets::find_lease(
+            &reach.state_dir,
+            &reach.options,
+            &inherited,
+            OPENING_TIMEOUT,
+        )?
         else {
             return Ok(None);
         };

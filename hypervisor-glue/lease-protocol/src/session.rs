@@ -132,13 +132,13 @@ impl LeaseSession {
     }
 
     fn serve_lease(self, leases: &dyn LeaseSource) -> Result<(), SessionError> {
-        let (opening, descriptors): (AttachRequest, _) =
+        let (request, descriptors): (AttachRequest, _) =
             self.channel.receive_request(Some(OPENING_TIMEOUT))?;
         let AttachRequest {
             version,
             options,
             only_asks,
-        } = opening;
+        } = request;
         if version != VERSION {
             let reason = format!(
                 "the VMM speaks version {version} of the lease protocol, and this server version {VERSION}: use the \
@@ -237,10 +237,10 @@ impl LeaseSession {
             doorbells,
             events,
             vectors,
-            inflight: live,
+            inflight,
             ..
         } = host.shared_parts();
-        let live = live.ok_or(SessionError::NoInflightFile)?;
+        let inflight = inflight.ok_or(SessionError::NoInflightFile)?;
         // The VMM checks that its memory is complete before it sends any.
         host.set_memory_holder(MemoryHolder::Trusted);
         let attached = AttachReply::Attached(Box::new(AttachedLease {
@@ -256,7 +256,7 @@ impl LeaseSession {
             false => EventReader::Untrusted,
         };
         let events = eventfd::share(&events)?;
-        let mut parts = vec![doorbells.fd(), live.fd(), events.as_fd()];
+        let mut parts = vec![doorbells.fd(), inflight.fd(), events.as_fd()];
         // Must precede the first queue, so that the signs cover all its commands.
         parts.extend(ProcessLiveness::open()?.fds());
         self.channel.send(&attached, &parts)?;
@@ -313,7 +313,7 @@ fn persisted_parts(
     if descriptors.is_empty() {
         return Ok(None);
     }
-    let [doorbells, live, events] = <[OwnedFd; ATTACH_DESCRIPTORS]>::try_from(descriptors)
+    let [doorbells, inflight, events] = <[OwnedFd; ATTACH_DESCRIPTORS]>::try_from(descriptors)
         .map_err(|descriptors| {
             let (came, said) = (descriptors.len(), ATTACH_DESCRIPTORS);
             ChannelError::Descriptors { came, said }
@@ -321,7 +321,7 @@ fn persisted_parts(
     let events = eventfd::from_client(events)?;
     Ok(Some(PersistedBackendParts {
         doorbells,
-        inflight: live,
+        inflight,
         events,
     }))
 }

@@ -44,15 +44,15 @@ fn assert_call<Reply>(call: BackendCall<Reply>, text: &str) {
 
 #[test]
 fn requests() {
-    let opening = AttachRequest {
+    let request = AttachRequest {
         version: VERSION,
         options: "path=/srv/a".to_owned(),
         only_asks: false,
     };
-    assert_json(&opening, r#"{"version":1,"options":"path=/srv/a"}"#);
+    assert_json(&request, r#"{"version":1,"options":"path=/srv/a"}"#);
     let asking = AttachRequest {
         only_asks: true,
-        ..opening
+        ..request
     };
     let text = r#"{"version":1,"options":"path=/srv/a","only_asks":true}"#;
     assert_json(&asking, text);
@@ -109,23 +109,23 @@ fn requests() {
     };
     let text = r#"{"set_doorbell_buffer_within":{"buffer":{"shadow":4096,"event_idx":8192},"time":{"secs":1,"nanos":500000000}}}"#;
     assert_call(call::set_doorbell_buffer_within(buffer, time), text);
-    let kept = PersistedQueues {
+    let queues = PersistedQueues {
         cqs: vec![cq],
         sqs: vec![sq],
         doorbell_buffer: Some(buffer),
         revoked: false,
     };
     let text = r#"{"restore_running":{"queues":{"cqs":[{"qid":1,"base":4096,"entries":8,"vector":1}],"sqs":[{"qid":1,"cqid":1,"base":4096,"entries":8}],"doorbell_buffer":{"shadow":4096,"event_idx":8192},"revoked":false}}}"#;
-    assert_call(call::restore_running(kept), text);
+    assert_call(call::restore_running(queues), text);
     let text = r#"{"pause_within":{"time":{"secs":1,"nanos":500000000}}}"#;
     assert_call(call::pause_within(time), text);
     let text = r#"{"reset_within":{"time":{"secs":1,"nanos":500000000}}}"#;
     assert_call(call::reset_within(time), text);
     let text = r#"{"flush_within":{"time":{"secs":1,"nanos":500000000}}}"#;
     assert_call(call::flush_within(time), text);
-    let told = UnreportedChanges::new(&[7], true);
-    let text = r#"{"remove_changes":{"told":{"ids":[7],"more":true}}}"#;
-    assert_call(call::remove_changes(told), text);
+    let reported = UnreportedChanges::new(&[7], true);
+    let text = r#"{"remove_changes":{"reported":{"ids":[7],"more":true}}}"#;
+    assert_call(call::remove_changes(reported), text);
     for (change, name) in [
         (VectorChange::Connect, "connect"),
         (VectorChange::Disconnect, "disconnect"),
@@ -217,12 +217,11 @@ fn replies() {
     );
     let doorbells = IoDoorbellsReply {
         are_buffered: true,
-        are_silent: false,
-        bells: vec![(Doorbell::SqTail(QueueId(1)), 0)],
-        new_bells: vec![0],
+        are_untrapped: false,
+        wakers: vec![(Doorbell::SqTail(QueueId(1)), 0)],
+        new_wakers: vec![0],
     };
-    let text =
-        r#"{"are_buffered":true,"are_silent":false,"bells":[[{"SqTail":1},0]],"new_bells":[0]}"#;
+    let text = r#"{"are_buffered":true,"are_untrapped":false,"wakers":[[{"SqTail":1},0]],"new_wakers":[0]}"#;
     assert_json(&doorbells, text);
     let (gpa, len) = (Gpa(4096), 4096);
     let pages = DirtyPages {

@@ -21,9 +21,9 @@ struct FigureOptions {
     #[arg(long)]
     check: bool,
 
-    /// Folder of the figures
-    #[arg(long, value_name = "FOLDER", default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/figures"))]
-    folder: PathBuf,
+    /// Directory of the figures
+    #[arg(long, value_name = "DIR", default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/figures"))]
+    dir: PathBuf,
 }
 
 fn main() -> ExitCode {
@@ -43,13 +43,13 @@ fn main() -> ExitCode {
 /// Draws or compares the figures. Returns true if no picture is out of date.
 fn run(options: &FigureOptions) -> Result<bool, FigureDirError> {
     if options.check {
-        let outdated = figure_directory::check(&options.folder, &options.only)?;
+        let outdated = figure_directory::check(&options.dir, &options.only)?;
         for picture in &outdated {
             println!("{picture}");
         }
         return Ok(outdated.is_empty());
     }
-    for name in figure_directory::draw(&options.folder, &options.only)? {
+    for name in figure_directory::draw(&options.dir, &options.only)? {
         println!("{name}.svg");
     }
     Ok(true)

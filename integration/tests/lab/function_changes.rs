@@ -66,7 +66,7 @@ done) &
 second=/sys/bus/pci/devices/0000:00:02.0
 present() { [ $(devmem 0xE0010000 16) != 0xFFFF ]; }
 n=0
-while [ $n -lt COMINGS ]; do
+while [ $n -lt ADDITIONS_COUNT ]; do
     echo guest: wants $n.
     until present; do usleep 20000; done
     echo 1 >/sys/bus/pci/rescan
@@ -265,7 +265,7 @@ fn verify_goes_on_in_other_processes(bench: &CheckEnvironment) -> Result<(), Fai
 fn functions_come_and_go(bench: &CheckEnvironment) -> Result<(), Failure> {
     let second = bench.dir().join("second.img");
     fs::write(&second, vec![FILL; 4 << 20]).map_err(with_path(&second))?;
-    let script = ADD_REMOVE_SCRIPT.replace("COMINGS", &ADDITIONS.to_string());
+    let script = ADD_REMOVE_SCRIPT.replace("ADDITIONS_COUNT", &ADDITIONS.to_string());
     let (mut machine, _) = ControlledMachine::boot(bench, "console", &script)?;
     let (mut held, mut memory) = (None, Vec::new());
     for coming in 0..ADDITIONS {

@@ -436,7 +436,7 @@ fn the_thread_spawner_starts_the_drive_monitor() {
     let options = ControllerOptions::default();
     let controller = VfioController::open(ModelDrive::start(plain()), options, &threads).unwrap();
     drop(controller);
-    assert_eq!(*started.lock().unwrap(), ["nvme-supervisor"]);
+    assert_eq!(*started.lock().unwrap(), ["nvme-monitor"]);
 
     let refuse = ThreadSpawner::from_spawn(|_, _| Err(io::Error::other("no more threads")));
     let refused = VfioController::open(ModelDrive::start(plain()), options, &refuse).unwrap_err();

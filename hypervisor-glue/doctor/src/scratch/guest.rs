@@ -281,7 +281,7 @@ impl ScratchGuest {
             .with_iosqes(IOSQES)
             .with_iocqes(IOCQES);
         self.write32(offset::CC, cc.0);
-        let mut patience = BoundedWait::new();
+        let mut wait = BoundedWait::new();
         loop {
             let mut csts = [0; 4];
             self.function()
@@ -290,7 +290,7 @@ impl ScratchGuest {
             if csts.rdy() == enabled {
                 return Ok(());
             }
-            if !patience.pause() {
+            if !wait.pause() {
                 let csts = csts.0;
                 return Err(ScratchGuestError::NotReady { enabled, csts });
             }
@@ -337,12 +337,12 @@ impl ScratchGuest {
             Doorbell::SqTail(QueueId::ADMIN),
             self.machine.admin.sq.tail(),
         );
-        let mut patience = BoundedWait::new();
+        let mut wait = BoundedWait::new();
         let cqe = loop {
             if let Some(cqe) = self.machine.admin.cq.take() {
                 break cqe;
             }
-            if !patience.pause() {
+            if !wait.pause() {
                 return Err(ScratchGuestError::NoCompletion { flying: 1 });
             }
         };
@@ -437,7 +437,7 @@ impl ScratchGuest {
     ) -> Result<(), ScratchGuestError> {
         let mut free: Vec<u16> = (0..depth.min(DEPTH_MAX)).rev().collect();
         let mut flying: Vec<Option<Ticks>> = vec![None; free.len()];
-        let mut patience = BoundedWait::new();
+        let mut wait = BoundedWait::new();
         let mut ended = false;
         loop {
             let tail = self.machine.io.sq.tail();
@@ -468,14 +468,14 @@ impl ScratchGuest {
             }
             if taken {
                 self.doorbells.head.store(self.machine.io.cq.head());
-                patience = BoundedWait::new();
+                wait = BoundedWait::new();
                 continue;
             }
             let flying = flying.len() - free.len();
             if ended && flying == 0 {
                 return Ok(());
             }
-            if !patience.pause() {
+            if !wait.pause() {
                 return Err(ScratchGuestError::NoCompletion { flying });
             }
         }
@@ -590,8 +590,8 @@ fn map_doorbells(function: &NvmeFunction) -> io::Result<GuestDoorbells> {
 }
 
 /// Creates the function of a controller backend.
-pub(super) fn build_function(attachment: nvme_mpt::LocalBackend) -> NvmeFunction {
-    NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
+pub(super) fn build_function(local_backend: nvme_mpt::LocalBackend) -> NvmeFunction {
+    NvmeFunction::new(Arc::new(local_backend), MsixMasking::Client)
 }
 
 /// Wait with a timeout: spins first, then sleeps.

@@ -443,8 +443,8 @@ impl ScratchDrive<'_> {
         })?;
         let (drive, ledgers, pollers) = (&self.drive, &self.ledgers, &self.pollers);
         let stop = AtomicBool::new(false);
-        let attachment = open::attach(&config.options()?, drive, ledgers, pollers, &stop)?;
-        Ok(build_function(attachment))
+        let local_backend = open::attach(&config.options()?, drive, ledgers, pollers, &stop)?;
+        Ok(build_function(local_backend))
     }
 
     fn start_guest(&self, which: usize) -> Result<ScratchGuest, ScratchError> {

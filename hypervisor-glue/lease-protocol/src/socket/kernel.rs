@@ -66,8 +66,8 @@ pub(crate) fn connect(socket: &Path) -> io::Result<Stream> {
 }
 
 /// Returns the paths in a directory. Entries that cannot be read are left out.
-pub(crate) fn list_dir(folder: &Path) -> io::Result<Vec<PathBuf>> {
-    let entries = folder.read_dir()?.flatten();
+pub(crate) fn list_dir(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let entries = dir.read_dir()?.flatten();
     Ok(entries.map(|entry| entry.path()).collect())
 }
 

@@ -341,11 +341,11 @@ pub(crate) fn connect(socket: &Path) -> io::Result<Stream> {
 }
 
 /// Returns the socket names in a directory, including names of servers that have ended.
-pub(crate) fn list_dir(folder: &Path) -> io::Result<Vec<PathBuf>> {
+pub(crate) fn list_dir(dir: &Path) -> io::Result<Vec<PathBuf>> {
     turn(ActorStep::Receive, [0; 2]);
     with(|sockets| {
         let names = sockets.names.keys();
-        let inside = names.filter(|name| name.parent() == Some(folder));
+        let inside = names.filter(|name| name.parent() == Some(dir));
         Ok(inside.cloned().collect())
     })
 }

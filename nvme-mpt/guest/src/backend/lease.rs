@@ -41,8 +41,8 @@ pub trait LeaseBackend {
     /// change list.
     fn changes(&self) -> Option<UnreportedChanges>;
 
-    /// Removes the changes in `told`, which were reported to the guest, from the list of changes to report.
-    fn remove_changes(&self, told: &UnreportedChanges);
+    /// Removes the changes in `reported`, which were reported to the guest, from the list of changes to report.
+    fn remove_changes(&self, reported: &UnreportedChanges);
 
     /// Returns the lease's counters of commands and data so far, which snapshots contain.
     fn counters(&self) -> LeaseCounters;

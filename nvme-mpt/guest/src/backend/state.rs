@@ -1,4 +1,4 @@
-//! Saved state of a paused attachment: queues with their positions, doorbells, and the Doorbell Buffer.
+//! Saved state of a paused back end: queues with their positions, doorbells, and the Doorbell Buffer.
 //!
 //! The state has no guest memory and no data of the drive. A state to restore is untrusted, and is checked as a whole before
 //! the first queue is created. Changing a type here makes a new version of the format, except for a field that is omitted

@@ -196,14 +196,14 @@ pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<BindRes
             Some(claim)
         }
     };
-    let folder = root.function_dir(address);
-    write_sysfs(&folder.join("driver_override"), VFIO_PCI)?;
+    let dir = root.function_dir(address);
+    write_sysfs(&dir.join("driver_override"), VFIO_PCI)?;
     let taken = rebind(root, &function, VFIO_PCI);
     // Until now, this claim has prevented mounting of the drive.
     drop(claim);
     if taken.is_err() {
         // The drive gets no driver from the override, so the kernel chooses one.
-        let back = write_sysfs(&folder.join("driver_override"), "\n")
+        let back = write_sysfs(&dir.join("driver_override"), "\n")
             .and_then(|()| write_sysfs(&drivers_probe_path(root), &address.to_string()));
         if let Err(error) = back {
             log::warn!("Cannot give {address} back to its driver: {error}");
@@ -219,7 +219,7 @@ pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<BindRes
 /// Returns the obstacle, such as a process that uses the drive.
 pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<BindResult, BindError> {
     let function = find_nvme_function(root, address)?;
-    let folder = root.function_dir(address);
+    let dir = root.function_dir(address);
     let done = |change| BindResult {
         address,
         driver: NVME,
@@ -228,7 +228,7 @@ pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<BindResult, BindEr
     };
     // With an override that remains, the `nvme` driver would not get the drive.
     let clear = |function: &PciFunction| match function.driver_override {
-        Some(_) => write_sysfs(&folder.join("driver_override"), "\n"),
+        Some(_) => write_sysfs(&dir.join("driver_override"), "\n"),
         None => Ok(()),
     };
     match function.driver.as_deref() {
@@ -298,8 +298,8 @@ fn rebind(root: &HostRoot, function: &PciFunction, wanted: &'static str) -> Resu
     let address = function.address;
     let text = address.to_string();
     if function.driver.is_some() {
-        let folder = root.function_dir(address);
-        write_sysfs(&folder.join("driver/unbind"), &text)?;
+        let dir = root.function_dir(address);
+        write_sysfs(&dir.join("driver/unbind"), &text)?;
     }
     // The write returns the result of the driver's probe.
     let probed = write_sysfs(&drivers_probe_path(root), &text);

@@ -9,7 +9,7 @@ use super::*;
 const ADDRESS: &str = "0000:01:00.0";
 
 struct Host {
-    folder: tempfile::TempDir,
+    dir: tempfile::TempDir,
     root: HostRoot,
     address: PciAddress,
 }
@@ -17,14 +17,14 @@ struct Host {
 impl Host {
     /// Creates a host with a drive of the given driver, and with the drivers nvme and vfio-pci.
     fn new(driver: Option<&str>) -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let root = HostRoot {
-            sys: folder.path().join("sys"),
-            proc: folder.path().join("proc"),
-            dev: folder.path().join("dev"),
+            sys: dir.path().join("sys"),
+            proc: dir.path().join("proc"),
+            dev: dir.path().join("dev"),
         };
         let host = Self {
-            folder,
+            dir,
             root,
             address: ADDRESS.parse().unwrap(),
         };
@@ -65,19 +65,19 @@ impl Host {
     }
 
     fn write(&self, path: &str, text: &str) {
-        let path = self.folder.path().join(path);
+        let path = self.dir.path().join(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, text).unwrap();
     }
 
     /// Creates a link in the function's sysfs directory.
     fn link(&self, name: &str, target: &str) {
-        let folder = self.root.function_dir(self.address);
-        symlink(self.folder.path().join(target), folder.join(name)).unwrap();
+        let dir = self.root.function_dir(self.address);
+        symlink(self.dir.path().join(target), dir.join(name)).unwrap();
     }
 
     fn read(&self, path: &str) -> String {
-        fs::read_to_string(self.folder.path().join("sys/bus/pci").join(path)).unwrap()
+        fs::read_to_string(self.dir.path().join("sys/bus/pci").join(path)).unwrap()
     }
 
     /// Returns the contents of the files that are written for the kernel: driver_override, unbind of the nvme driver, and
@@ -162,7 +162,7 @@ fn other_functions_of_the_iommu_group_are_named() {
     host.write("sys/bus/pci/drivers/e1000e/unbind", "");
     symlink(
         host.root.sys.join("bus/pci/drivers/e1000e"),
-        host.folder.path().join(member).join("driver"),
+        host.dir.path().join(member).join("driver"),
     )
     .unwrap();
     let bound = bind(&host.root, host.address, false).unwrap();

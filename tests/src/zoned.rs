@@ -70,18 +70,18 @@ pub fn parse_report(bytes: &[u8]) -> (u64, Vec<Zone>) {
 }
 
 impl Disk {
-    /// Reports at most `buffer_bytes` zones from `slba` on. `option` selects zones by their state.
+    /// Reports at most `max_zones` zones from `slba` on. `option` selects zones by their state.
     ///
     /// # Errors
     /// As [`Disk::command`].
     pub fn report_zones(
         &mut self,
         slba: u64,
-        buffer_bytes: usize,
+        max_zones: usize,
         option: u8,
         partial: bool,
     ) -> Result<(u64, Vec<Zone>)> {
-        let len = DESCRIPTOR * (1 + buffer_bytes);
+        let len = DESCRIPTOR * (1 + max_zones);
         let sqe = Sqe::zone_receive(self.nsid(), slba, len, option, partial);
         self.command_in(sqe, len)
             .map(|report| parse_report(&report))

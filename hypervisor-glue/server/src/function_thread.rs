@@ -148,7 +148,7 @@ impl FunctionHandle {
             handle.control.wake();
             sent.map(|()| result).map_err(|_| gone())
         };
-        let requested_at: Vec<_> = places.iter().map(ask).collect();
+        let answers: Vec<_> = places.iter().map(ask).collect();
         let wait = |result: Receiver<Result<QuiescedFunctionGuard, String>>| {
             // If a function answers after this timeout, its answer has no receiver, and the function continues.
             match result.recv_timeout(deadline.remaining()) {
@@ -159,9 +159,9 @@ impl FunctionHandle {
                 Err(RecvTimeoutError::Disconnected) => Err(gone()),
             }
         };
-        requested_at
+        answers
             .into_iter()
-            .map(|requested_at| requested_at.and_then(wait))
+            .map(|answer| answer.and_then(wait))
             .collect()
     }
 
@@ -371,9 +371,9 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
             return;
         }
         let committed = self.server.commit();
-        let (running, end) = mpsc::channel();
+        let (resume, end) = mpsc::channel();
         let result = match committed {
-            Ok(()) => Ok(QuiescedFunctionGuard { _resume: running }),
+            Ok(()) => Ok(QuiescedFunctionGuard { _resume: resume }),
             Err(error) => Err(report::chain(&error)),
         };
         // The channel holds one answer, so this does not block. If the requester has timed out, the guard is dropped here

@@ -440,8 +440,8 @@ impl VfioUserDevice for NvmeDevice {
         };
         let gpa = Gpa(iova);
         // A file that will be refused is neither queried nor stored, as both may block on its file system.
-        let is_persisted = self.memory_kinds.accepts(fd.as_fd());
-        let persisted = self.persisted.as_ref().filter(|_| is_persisted);
+        let is_accepted = self.memory_kinds.accepts(fd.as_fd());
+        let persisted = self.persisted.as_ref().filter(|_| is_accepted);
         let persisted = persisted.map(|persisted| -> io::Result<_> {
             let region = NumberedRegion {
                 gpa,

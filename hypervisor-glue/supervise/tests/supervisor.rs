@@ -498,8 +498,8 @@ fn a_previous_main_process_ends_before_another_starts() {
     old.order("barrier");
     new.kill();
     let server = supervised.server();
-    let descriptors = fs::read_dir(format!("/proc/{}", old.pid.as_raw_pid()));
-    assert!(descriptors.is_err(), "the former main process lives on");
+    let process_dir = fs::read_dir(format!("/proc/{}", old.pid.as_raw_pid()));
+    assert!(process_dir.is_err(), "the former main process lives on");
     old.wait();
     server.exit(0);
     assert_eq!(supervised.end().0, Some(0));

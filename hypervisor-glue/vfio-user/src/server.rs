@@ -347,10 +347,11 @@ impl<D: VfioUserDevice> VfioUserServer<D> {
             .client
             .as_ref()
             .filter(|client| !client.has_negotiated());
-        let unnegotiated = unnegotiated.map(|client| left(client.first_seen, NEGOTIATION_TIMEOUT));
+        let version_timeout =
+            unnegotiated.map(|client| left(client.first_seen, NEGOTIATION_TIMEOUT));
         let waiting = self.waiting_client.as_ref();
-        let waiting = waiting.map(|(_, since)| left(*since, SUCCESSION_TIMEOUT));
-        unnegotiated.into_iter().chain(waiting).min()
+        let succession_timeout = waiting.map(|(_, since)| left(*since, SUCCESSION_TIMEOUT));
+        version_timeout.into_iter().chain(succession_timeout).min()
     }
 
     /// Handles expired timeouts: disconnects a client that has not sent `VERSION`, and refuses a new client that waits for the

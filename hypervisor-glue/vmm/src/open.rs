@@ -579,8 +579,9 @@ pub fn open_backend(
     if sandbox::can_be_served(&options.path) {
         let text = function.text().to_string();
         let timeout = options.reconnect;
-        let device = attach_any_server(&ledgers.state_dir, &text, timeout, pollers.threads())?;
-        if let Some(host) = device {
+        let remote_backend =
+            attach_any_server(&ledgers.state_dir, &text, timeout, pollers.threads())?;
+        if let Some(host) = remote_backend {
             return Ok((host.id().to_owned(), Arc::new(host)));
         }
         if sandbox::is_left(function) {

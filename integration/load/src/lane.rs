@@ -294,7 +294,7 @@ impl Lane {
     }
 
     /// Returns the error for a queue that has completed nothing for the time `after`.
-    pub(super) fn pause_error(&self, after: Duration) -> LoadError {
+    pub(super) fn stall_error(&self, after: Duration) -> LoadError {
         LoadError::Stalled {
             queue: self.queue.id(),
             outstanding: self.outstanding,

@@ -43,7 +43,7 @@ pub(super) fn run(
             if options.interrupts {
                 wait_for_interrupt(lane, &mut idle)?;
             } else if !idle.spin() {
-                return Err(lane.pause_error(options.timeout()));
+                return Err(lane.stall_error(options.timeout()));
             }
         }
         lane.end();

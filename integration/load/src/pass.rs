@@ -62,7 +62,7 @@ pub(super) fn pass<P: CommandPlan>(
         } else if !idle.spin()
             && let Some(lane) = lanes.iter().find(|lane| lane.outstanding() > 0)
         {
-            return Err(lane.pause_error(options.timeout()));
+            return Err(lane.stall_error(options.timeout()));
         }
     }
     for lane in lanes {
@@ -87,7 +87,7 @@ pub(super) fn wait_for_interrupt(
     } else if lane.queue.cq.has_entry() {
         lane.tally.lost_interrupts += 1;
     } else if !idle.is_within_timeout() {
-        return Err(lane.pause_error(idle.timeout));
+        return Err(lane.stall_error(idle.timeout));
     }
     Ok(())
 }

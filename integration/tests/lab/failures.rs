@@ -211,7 +211,7 @@ const HEADER: &str = "  failure                                      submitted  
 impl std::fmt::Display for Row {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (same_drive, other_drive) = (&self.same_drive, &self.other_drive);
-        let seconds = |pause: Duration| format!("{:.2} s", pause.as_secs_f64());
+        let seconds = |longest_stall: Duration| format!("{:.2} s", longest_stall.as_secs_f64());
         write!(
             f,
             "  {:<43} {:>10} {:>10} {:>8} {:>7} {:>10} {:>5} {:>8} {:>8} {:>13} {:>7} {:>8} {:>6}",
@@ -223,10 +223,10 @@ impl std::fmt::Display for Row {
             same_drive.withdrawn,
             same_drive.lost_commands() + other_drive.lost_commands(),
             same_drive.doubled + other_drive.doubled,
-            seconds(same_drive.pause),
+            seconds(same_drive.longest_stall),
             other_drive.completed,
             other_drive.errors,
-            seconds(other_drive.pause),
+            seconds(other_drive.longest_stall),
             self.iommu_faults,
         )
     }
@@ -490,8 +490,8 @@ fn removal(bench: &CheckEnvironment) -> Result<(), Failure> {
 /// Returns drive a's block device, once the drive has been plugged in again.
 pub(crate) fn reappeared_device() -> Result<PathBuf, Failure> {
     let address = inside::address("a")?;
-    let other_drive = format!("test -d /sys/bus/pci/devices/{address}");
-    await_that("the drive is back", || Ok(sh(&other_drive).is_ok()))?;
+    let exists = format!("test -d /sys/bus/pci/devices/{address}");
+    await_that("the drive is back", || Ok(sh(&exists).is_ok()))?;
     inside::bind("a", "nvme")?;
     Ok(inside::block_device("a", 1)?)
 }

@@ -106,17 +106,17 @@ fn run_on_host(
     disk: &MappedDisk,
     layer: Layer,
     path: &Path,
-    error: DiskFailure,
+    failure: DiskFailure,
 ) -> Result<FioJobOutcome, Failure> {
-    let job = writes(layer, error, path);
+    let job = writes(layer, failure, path);
     let before = disk.written_bytes()?;
     let (done, outcome) = mpsc::channel();
     let local = job.clone();
     thread::spawn(move || {
         // The receiver may be gone at the end of the check.
-        let _ = done.send(run_job(&local).map_err(|failure| failure.to_string()));
+        let _ = done.send(run_job(&local).map_err(|error| error.to_string()));
     });
-    begin(disk, error, before)?;
+    begin(disk, failure, before)?;
     let text = outcome.recv_timeout(TIMEOUT)??;
     Ok(job.outcome(&text)?)
 }

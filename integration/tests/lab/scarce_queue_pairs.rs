@@ -123,7 +123,7 @@ fn four_guests(bench: &CheckEnvironment) -> Result<(), Failure> {
         print_line(&format!(
             "  {id}: {} commands on 2 queues, longest stall {:.0} ms",
             counts.completed,
-            counts.pause.as_secs_f64() * 1e3
+            counts.longest_stall.as_secs_f64() * 1e3
         ));
         let all_well =
             counts.errors + counts.retried + counts.lost_commands() + counts.doubled == 0;

@@ -231,11 +231,11 @@ impl KvFileRoute {
         }
         let timeout = self.pairs.timeout();
         let checks = timeout.map(checks_in);
-        let pause = self
+        let delay = self
             .progress
             .check_progress(now, self.pairs.batches(), checks);
         let (path, requests) = (self.pairs.path().display(), self.inflight_count);
-        match pause {
+        match delay {
             KvFileThreadDelay::Short => {}
             KvFileThreadDelay::Overdue => warn!(
                 "The kernel has not completed a transaction on {path} for over {:?}: {requests} commands of a queue \
@@ -486,7 +486,7 @@ impl HostQueue for KeyValueQueue {
     }
 
     fn next_due(&self) -> Option<Ticks> {
-        let check_interval = match &self.route {
+        let check_at = match &self.route {
             KvRequestRoute::File(lane) if lane.inflight_count > 0 && !lane.has_failed => {
                 Some(lane.progress.age_timer.next)
             }
@@ -497,7 +497,7 @@ impl HostQueue for KeyValueQueue {
             .pacer
             .as_ref()
             .and_then(KvCompletionPacer::next_due);
-        [check_interval, due].into_iter().flatten().min()
+        [check_at, due].into_iter().flatten().min()
     }
 
     fn has_failed(&self) -> bool {

@@ -104,10 +104,12 @@ impl LedgerRecords {
     /// that have neither a lease nor data; names and facts of drives on which no id has a lease or data.
     pub(super) fn remove_unused(&mut self) {
         let mut settings = std::mem::take(&mut self.settings);
-        settings.retain(|id, settings| *settings != LeaseSettings::default() && self.has_id(id));
+        settings.retain(|id, lease_settings| {
+            *lease_settings != LeaseSettings::default() && self.has_id(id)
+        });
         self.settings = settings;
         let mut uncorrectable = std::mem::take(&mut self.uncorrectable);
-        uncorrectable.retain(|uncorrectable| self.has_id(uncorrectable.id()));
+        uncorrectable.retain(|entry| self.has_id(entry.id()));
         self.uncorrectable = uncorrectable;
         let mut namings = std::mem::take(&mut self.namings);
         namings.retain(|base, _| self.has_base(base));

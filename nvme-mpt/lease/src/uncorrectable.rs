@@ -75,15 +75,13 @@ pub(super) fn find_ranges(
 ) -> Vec<ByteRange> {
     let of_part = |part: &BackingPart| {
         let place = part.candidate(place);
-        let its = uncorrectable.iter().filter(|uncorrectable| {
-            uncorrectable.id == place.id && uncorrectable.is_on_base(&place)
+        let its = uncorrectable
+            .iter()
+            .filter(|entry| entry.id == place.id && entry.is_on_base(&place));
+        let within = its.flat_map(|entry| &entry.ranges).filter_map(|range| {
+            let [_, within, _] = split_range(range, &place.range);
+            part.to_drive_range(within?)
         });
-        let within = its
-            .flat_map(|uncorrectable| &uncorrectable.ranges)
-            .filter_map(|range| {
-                let [_, within, _] = split_range(range, &place.range);
-                part.to_drive_range(within?)
-            });
         within.collect::<Vec<_>>()
     };
     backing_parts(place).iter().flat_map(of_part).collect()
@@ -113,17 +111,11 @@ pub(super) fn replace(
         if within.is_empty() {
             continue;
         }
-        let is_its = |uncorrectable: &UncorrectableBytes| {
-            (
-                uncorrectable.id.as_str(),
-                uncorrectable.drive.as_str(),
-                uncorrectable.nsid,
-            ) == (place.id, place.drive, place.nsid)
+        let is_its = |entry: &UncorrectableBytes| {
+            (entry.id.as_str(), entry.drive.as_str(), entry.nsid)
+                == (place.id, place.drive, place.nsid)
         };
-        if let Some(its) = uncorrectable
-            .iter_mut()
-            .find(|uncorrectable| is_its(uncorrectable))
-        {
+        if let Some(its) = uncorrectable.iter_mut().find(|entry| is_its(entry)) {
             its.ranges.append(&mut within);
             its.ranges.sort_by_key(ByteRange::start);
             its.ranges = join_adjacent(&its.ranges);
@@ -137,7 +129,7 @@ pub(super) fn replace(
             });
         }
     }
-    uncorrectable.retain(|uncorrectable| !uncorrectable.ranges.is_empty());
+    uncorrectable.retain(|entry| !entry.ranges.is_empty());
 }
 
 /// Removes the marks of other ids in `place`, because the id of `place` now owns these bytes.
@@ -165,7 +157,7 @@ fn remove_where(
     for part in backing_parts(place) {
         remove_from_part(uncorrectable, &part.candidate(place), &is_of);
     }
-    uncorrectable.retain(|uncorrectable| !uncorrectable.ranges.is_empty());
+    uncorrectable.retain(|entry| !entry.ranges.is_empty());
 }
 
 fn remove_from_part(
@@ -173,9 +165,9 @@ fn remove_from_part(
     place: &RangeCandidate<'_>,
     is_of: impl Fn(&str) -> bool,
 ) {
-    for uncorrectable in uncorrectable {
-        if is_of(&uncorrectable.id) && uncorrectable.is_on_base(place) {
-            uncorrectable.remove_range(&place.range);
+    for entry in uncorrectable {
+        if is_of(&entry.id) && entry.is_on_base(place) {
+            entry.remove_range(&place.range);
         }
     }
 }

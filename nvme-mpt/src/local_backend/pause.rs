@@ -48,11 +48,11 @@ impl LocalBackend {
         if let Some(cqid) = queues.pending_removal() {
             return Err(QueueError::Timeout(cqid));
         }
-        let is_quiesced = quiesce_until(&mut queues, &Deadline::after(&self.clock, time));
+        let result = quiesce_until(&mut queues, &Deadline::after(&self.clock, time));
         self.resume_queues(&mut queues);
         match self.is_flushing() {
             true => Err(QueueError::Timeout(QueueId::ADMIN)),
-            false => is_quiesced,
+            false => result,
         }
     }
 

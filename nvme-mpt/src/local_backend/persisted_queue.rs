@@ -68,7 +68,7 @@ pub(crate) fn read_queue_state(
     }
 
     let mut in_flight = slots;
-    in_flight.retain(|slots| queue.sqs.iter().any(|sq| sq.qid == slots.mark.sqid()));
+    in_flight.retain(|slot| queue.sqs.iter().any(|sq| sq.qid == slot.mark.sqid()));
     // Handles entries that the predecessor posted but did not record.
     while let Some(credit) = indices.reserve() {
         let tail = indices.tail();
@@ -88,10 +88,10 @@ pub(crate) fn read_queue_state(
     }
 
     let in_flight = in_flight.into_iter();
-    let in_flight = in_flight.map(|slots| InFlightCommandState {
-        slot: slots.slot,
-        sqid: slots.mark.sqid().0,
-        command: sqe_words(&slots.command),
+    let in_flight = in_flight.map(|slot| InFlightCommandState {
+        slot: slot.slot,
+        sqid: slot.mark.sqid().0,
+        command: sqe_words(&slot.command),
     });
     Ok(CompletionQueueState {
         qid: qid.0,

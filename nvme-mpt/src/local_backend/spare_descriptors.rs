@@ -38,12 +38,12 @@ impl SpareDescriptors {
             lease: id.to_owned(),
             is_retained: AtomicBool::new(continues),
         };
-        let supervised = match continues {
+        let spares = match continues {
             true => supervisor.load(identity, id),
             false => Vec::new(),
         };
-        if !supervised.is_empty() {
-            match host.restore_spare_fds(supervised) {
+        if !spares.is_empty() {
+            match host.restore_spare_fds(spares) {
                 Ok(true) => return Some(spare),
                 Ok(false) => warn!(
                     lease = id;

@@ -1034,7 +1034,7 @@ impl PollerThread {
         self.shared.asleep_since.store(began.0, Ordering::Relaxed);
         let mut timeout = None;
         if !found {
-            let untrapped_since = timed.then(|| {
+            let doorbell_timeout = timed.then(|| {
                 let idle = Duration::from_nanos(nvme_mpt_memory::clock::ticks_to_nanoseconds(idle));
                 if self.polled.queues().any(ShadowQueue::has_unsignalled_work) {
                     PollInterval::for_pending_work(idle)
@@ -1059,7 +1059,7 @@ impl PollerThread {
                 ))
                 .max(Duration::from_micros(1))
             });
-            timeout = [untrapped_since, due, wait].into_iter().flatten().min();
+            timeout = [doorbell_timeout, due, wait].into_iter().flatten().min();
             self.shared.parks.fetch_add(1, Ordering::Relaxed);
             self.sleeper.sleep(timeout);
         }
@@ -1323,9 +1323,9 @@ impl PollerSleep {
             return;
         }
         let mut events = [EpollEvent::default(); 8];
-        let spin_timeout = timeout.filter(|_| exact.is_none());
+        let epoll_timeout = timeout.filter(|_| exact.is_none());
         // An interrupted sleep counts as a short sleep: the poller checks for work and sleeps again.
-        let ready = eventfd::wait(self.waker.epoll(), spin_timeout, &mut events).unwrap_or(0);
+        let ready = eventfd::wait(self.waker.epoll(), epoll_timeout, &mut events).unwrap_or(0);
         if events[..ready]
             .iter()
             .any(|event| event.fd() == self.waker_fd)

@@ -56,8 +56,8 @@ fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
     std::iter::from_fn(move || {
         let left = len.checked_sub(at).filter(|left| *left > 0)?;
         let start = at;
-        let free_bytes = PIN_BYTES_MAX - iova.wrapping_add(at) % PIN_BYTES_MAX;
-        at += left.min(free_bytes);
+        let bytes_to_boundary = PIN_BYTES_MAX - iova.wrapping_add(at) % PIN_BYTES_MAX;
+        at += left.min(bytes_to_boundary);
         Some(start..at)
     })
 }

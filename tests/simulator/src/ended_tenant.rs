@@ -110,8 +110,8 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
 /// Makes the drive delay some of its next commands.
 fn delay_commands(model: &ModelDrive, rng: &mut Rng) {
     for _ in 0..1 + rng.below(DELAYED_COMMANDS_MAX) {
-        let pause = Duration::from_millis(rng.below(DELAY_MAX.as_millis() as u64));
-        let fault = Fault::once(FaultMatch::Io, Effect::Delay(pause));
+        let delay = Duration::from_millis(rng.below(DELAY_MAX.as_millis() as u64));
+        let fault = Fault::once(FaultMatch::Io, Effect::Delay(delay));
         model.inject(fault.after(rng.below(8)));
     }
 }

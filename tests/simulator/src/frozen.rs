@@ -168,8 +168,8 @@ fn pause_functions(
             let answered = match function.pause_with_timeout(left()) {
                 Err(error) => answer.send(Err(error.to_string())),
                 Ok(()) => {
-                    let (running, end) = channel();
-                    let answered = answer.send(Ok(PausedFunction { _resume: running }));
+                    let (resume, end) = channel();
+                    let answered = answer.send(Ok(PausedFunction { _resume: resume }));
                     let _: Result<(), _> = end.recv();
                     function.resume();
                     answered
@@ -202,8 +202,8 @@ fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<LocalBackend>, until: Du
     };
     let judge = is_refused();
     if let Some(frozen) = frozen.upgrade() {
-        let is_quiesced = frozen.quiesce_once(CHECK);
-        judge(is_quiesced.is_err());
+        let result = frozen.quiesce_once(CHECK);
+        judge(result.is_err());
     }
     // The server decides by the check above, so a disk that freezes from here on does not matter.
     let judge = is_refused();

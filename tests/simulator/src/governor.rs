@@ -31,7 +31,7 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let host = Host::new(scenario, loud + 1, PollerPool::new(), rng);
     let is_troubled = !less.no_trouble && rng.below(3) == 0;
     let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::max_preemption);
-    let timeout_ticks = |time: Duration| match is_troubled {
+    let timeout = |time: Duration| match is_troubled {
         true => Some(FAILURE_TIMEOUT),
         false => Some(time + absence * PREEMPTIONS_MAX),
     };
@@ -46,7 +46,7 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
         let tenant = Tenant {
             shared: shared.clone(),
             load: Load::Loud,
-            io_timeout: timeout_ticks(LOUD),
+            io_timeout: timeout(LOUD),
             may_fail: is_troubled,
             ..Tenant::new(number, persona)
         };
@@ -55,7 +55,7 @@ pub(crate) fn run(less: OmittedParts, rng: &mut Rng) {
     let quiet = Tenant {
         load: Load::Quiet,
         companions: company,
-        io_timeout: timeout_ticks(QUIET),
+        io_timeout: timeout(QUIET),
         may_fail: is_troubled,
         ..Tenant::new(loud, any_persona(rng))
     };

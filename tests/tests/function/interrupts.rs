@@ -340,7 +340,7 @@ fn a_pin_that_stays_high_gives_its_handler_an_entry() {
     let mut queue = controller.create_queue_pair(1, &options).unwrap();
     machine.function().on_end_of_interrupt();
     pin.take().unwrap();
-    let count_after = |after: u64| {
+    let process_events_after = |after: u64| {
         host.clock.advance(Duration::from_millis(after));
         machine.function().process_events();
     };
@@ -349,25 +349,25 @@ fn a_pin_that_stays_high_gives_its_handler_an_entry() {
     assert_eq!(pin.wait(HANG).unwrap(), 1);
     assert_eq!(consume(&mut queue), 1);
     // Without an event request, the test cannot make the guest's handler run.
-    count_after(0);
-    count_after(200);
+    process_events_after(0);
+    process_events_after(200);
     machine.function().on_end_of_interrupt();
-    count_after(0);
+    process_events_after(0);
     controller.request_async_event().unwrap();
     submit(&mut queue, 1);
     assert_eq!(pin.wait(HANG).unwrap(), 1);
     assert_eq!(consume(&mut queue), 1);
-    count_after(0);
-    count_after(50);
+    process_events_after(0);
+    process_events_after(50);
     assert_eq!(controller.async_event(Duration::ZERO).unwrap(), None);
-    count_after(50);
+    process_events_after(50);
     let event = controller.async_event(HANG).unwrap().expect("an event");
     assert_eq!((event.kind, event.info, event.log_page), (7, 0, 0));
     // The head doorbell of the admin queue is written, and the level falls.
     machine.function().on_end_of_interrupt();
     controller.request_async_event().unwrap();
-    count_after(0);
-    count_after(200);
+    process_events_after(0);
+    process_events_after(200);
     assert_eq!(controller.async_event(Duration::ZERO).unwrap(), None);
 }
 

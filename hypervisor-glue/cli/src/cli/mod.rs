@@ -546,16 +546,16 @@ fn no_server_error(control: PathBuf) -> ControlError {
 }
 
 fn run_supervise(options: &SuperviseArgs) -> ExitCode {
-    let mut supervise = SuperviseOptions::new(vec![FIRST_STAGE.into()]);
-    supervise.max_deaths = options.deaths as usize;
-    supervise.first_delay = Duration::from_millis(options.delay.into());
+    let mut supervise_options = SuperviseOptions::new(vec![FIRST_STAGE.into()]);
+    supervise_options.max_deaths = options.deaths as usize;
+    supervise_options.first_delay = Duration::from_millis(options.delay.into());
     if let Err(error) = logging::start_log_thread() {
         log::warn!(
             "Cannot start the thread of the log, so a slow reader of the log delays this process: {error}"
         );
     }
-    let supervised = match options.adopt {
-        false => nvme_mpt_supervise::supervise(&supervise, &options.command),
+    let result = match options.adopt {
+        false => nvme_mpt_supervise::supervise(&supervise_options, &options.command),
         true => {
             let control = options.control.clone();
             let control = control.unwrap_or_else(|| Path::new(STATE_DIR).join(CONTROL_SOCKET));
@@ -563,7 +563,7 @@ fn run_supervise(options: &SuperviseArgs) -> ExitCode {
             match control::listening_pid(&control) {
                 None => return report_failure(&no_server_error(control)),
                 Some(number) => nvme_mpt_supervise::adopt(
-                    &supervise,
+                    &supervise_options,
                     &options.command,
                     number,
                     |socket, max| control::offer_supervisor(&control, socket, max),
@@ -571,7 +571,7 @@ fn run_supervise(options: &SuperviseArgs) -> ExitCode {
             }
         }
     };
-    let status = match supervised {
+    let status = match result {
         Ok(status) => nvme_mpt_supervise::exit_code(status),
         Err(error) => report_failure(&error),
     };

@@ -331,8 +331,8 @@ fn check_ledger(bench: &Bench, last: usize) {
     owners.sort_unstable();
     let (vfio_user, vmm) = (format!("v{last}"), format!("w{last}"));
     assert_eq!(owners, ["load", &vfio_user, &vmm]);
-    let settings: Vec<&String> = ledger["terms"].as_object().unwrap().keys().collect();
-    assert_eq!(settings, [&vmm]);
+    let ids_with_settings: Vec<&String> = ledger["terms"].as_object().unwrap().keys().collect();
+    assert_eq!(ids_with_settings, [&vmm]);
     let added = fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
     assert!(!added.contains("[[function]]"), "{added}");
     let sockets = bench.path("state/servers").read_dir().unwrap();

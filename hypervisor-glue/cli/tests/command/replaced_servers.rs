@@ -1551,8 +1551,8 @@ fn seen_by_guest(controller: &mut Controller) -> BTreeMap<String, Vec<u8>> {
     }
     let features = LogPage::of_controller(FEATURES, 1024);
     let features = controller.log_page(features).unwrap();
-    let sectors = (0..=u8::MAX).zip(features.chunks(4));
-    for (fid, _) in sectors.filter(|(fid, effects)| effects[0] & 1 != 0 && *fid != TIMESTAMP) {
+    let features = (0..=u8::MAX).zip(features.chunks(4));
+    for (fid, _) in features.filter(|(fid, effects)| effects[0] & 1 != 0 && *fid != TIMESTAMP) {
         for selected in 0..2 {
             // A Get Features command selects by this dword: for feature 4, the Over or Under Temperature Threshold; for feature
             // 9, one of two vectors.

@@ -663,9 +663,9 @@ pub(super) mod tests {
         assert_eq!(json["uid"], "nvme-mpt");
         let text = full().into_text(MetricsFormat::OpenMetrics);
         let exported: BTreeSet<String> = names(&text).into_iter().collect();
-        let request = metric_names_in(&dashboard);
-        assert!(request.len() > 25, "{request:?}");
-        let unknown: Vec<_> = request.difference(&exported).collect();
+        let used_names = metric_names_in(&dashboard);
+        assert!(used_names.len() > 25, "{used_names:?}");
+        let unknown: Vec<_> = used_names.difference(&exported).collect();
         assert_eq!(unknown, [""; 0]);
         // Labels that queries use. Prometheus itself adds `instance`.
         for label in [

@@ -190,8 +190,8 @@ impl MetricsServer {
     ) -> Result<Self, MetricsError> {
         let MetricsListener { socket, file } = listener;
         let source: Arc<dyn MetricsSource> = Arc::new(source);
-        let request = source.clone();
-        let health = HealthWatch::start(move || request.drives(), source.health());
+        let drive_source = source.clone();
+        let health = HealthWatch::start(move || drive_source.drives(), source.health());
         let health = health.map_err(MetricsError::Thread)?;
         if socket.is_none() && file.is_none() {
             return Ok(Self {

@@ -264,7 +264,7 @@ impl ServerPersistence {
             .map(RequestLog::from_predecessor);
         let mut state = PersistenceState {
             configuration: match configuration {
-                Some(Ok((request_log, _))) => Some(request_log),
+                Some(Ok((configuration_log, _))) => Some(configuration_log),
                 // The request log cannot be read, which `persisted_configuration` has reported. A new one will replace it.
                 Some(Err(_)) => {
                     registry.forget(CONFIGURATION)?;
@@ -509,15 +509,15 @@ impl ServerPersistence {
 
     fn try_store_configuration(&self, bytes: &[u8]) -> Result<(), PersistenceError> {
         let mut state = self.state();
-        if let Some(request_log) = &state.configuration {
-            return Ok(request_log.state_store().store(bytes)?);
+        if let Some(configuration_log) = &state.configuration {
+            return Ok(configuration_log.state_store().store(bytes)?);
         }
-        let request_log = RequestLog::new()?;
-        request_log.state_store().store(bytes)?;
+        let configuration_log = RequestLog::new()?;
+        configuration_log.state_store().store(bytes)?;
         let what = "the configuration";
         self.registry
-            .store_or_report(what, CONFIGURATION, &[request_log.as_fd()])?;
-        state.configuration = Some(request_log);
+            .store_or_report(what, CONFIGURATION, &[configuration_log.as_fd()])?;
+        state.configuration = Some(configuration_log);
         Ok(())
     }
 

@@ -95,8 +95,8 @@ impl SpareDescriptions {
 
 impl SpareDescriptorStore for SpareDescriptions {
     fn load(&self, drive: &str, lease: &str) -> Vec<OwnedFd> {
-        let supervised = self.registry.descriptors(&lease_entry_name(drive, lease));
-        supervised.unwrap_or_else(|error| {
+        let loaded = self.registry.descriptors(&lease_entry_name(drive, lease));
+        loaded.unwrap_or_else(|error| {
             log::error!(
                 "Cannot check whether the previous server lost writes of lease {lease}: {}",
                 report::chain(&error)
@@ -113,11 +113,11 @@ impl SpareDescriptorStore for SpareDescriptions {
         let descriptors: Vec<_> = spare.iter().map(AsFd::as_fd).collect();
         // The supervisor would add the descriptors to those that it has under this name, perhaps from an earlier server. So
         // these are removed first.
-        let supervised = self
+        let stored = self
             .registry
             .forget(&name)
             .and_then(|()| self.registry.store_descriptors(&name, &descriptors));
-        match supervised {
+        match stored {
             Ok(true) => {}
             Ok(false) => {
                 log::warn!(

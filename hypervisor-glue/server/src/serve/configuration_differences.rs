@@ -283,11 +283,11 @@ mod tests {
             "[[drive]]\npath = \"memory:1G\"\n".to_owned(),
         ];
         fs::write(&file, running.concat()).unwrap();
-        let declaration = ConfigFileContents::read(&file).unwrap();
+        let contents = ConfigFileContents::read(&file).unwrap();
         let comparable = RunningConfiguration {
             file: Some(file.clone()),
-            functions: declaration.functions,
-            drives: declaration
+            functions: contents.functions,
+            drives: contents
                 .drives
                 .into_iter()
                 .map(|given| given.value)

@@ -244,9 +244,9 @@ fn serve_inherited(
     out: &mut dyn Write,
 ) -> Result<(), ServeError> {
     let signals = EndSignals::block().map_err(ServeError::Signals)?;
-    let declaration = initial_configuration(&options, &inherited, replaces)?;
+    let configuration = initial_configuration(&options, &inherited, replaces)?;
     // Confines first, since threads that are started later inherit the restrictions.
-    let rules = required_files::server_rules(&options, &declaration)?;
+    let rules = required_files::server_rules(&options, &configuration)?;
     let confined = confine(&options.confinement, rules)?;
     logging::start_log_thread().map_err(ServeError::Log)?;
     system::enable_preemption_count();
@@ -264,26 +264,26 @@ fn serve_inherited(
     let persistence = ServerPersistence::connect(inherited, || -> Result<(), ServeError> {
         // If this thread cannot be started, the sockets are bound after the functions are served.
         late = SuccessorSockets::spawn(control.clone(), metrics.clone()).ok();
-        prepared = Some(prepare_takeover(&options, &declaration)?);
+        prepared = Some(prepare_takeover(&options, &configuration)?);
         Ok(())
     })?;
     let supervisor = persistence.as_deref();
-    let has_predecessor = declaration.is_restored
+    let restores_functions = configuration.is_restored
         || supervisor.is_some_and(ServerPersistence::has_restorable_functions);
-    // Guests wait only for their functions, and the old server may still own the sockets.
+    // Guests wait only for their functions, and the predecessor may still own the sockets.
     let replacing = persistence
         .as_ref()
         .filter(|persistence| persistence.has_predecessor());
     if let (Some(persistence), Some(late)) = (replacing, &late) {
-        late.start_binding(persistence.clone(), has_predecessor);
+        late.start_binding(persistence.clone(), restores_functions);
     }
     let bound = match replacing {
         Some(_) => None,
-        None => Some(bind_metrics(&metrics, has_predecessor)?),
+        None => Some(bind_metrics(&metrics, restores_functions)?),
     };
     let (listener, registry) = start(
         options,
-        declaration,
+        configuration,
         prepared,
         persistence.clone(),
         stop,
@@ -296,7 +296,7 @@ fn serve_inherited(
         (Some(bound), _) => Ok(bound),
         (None, Some(bound)) => bound,
         // The thread of `SuccessorSockets` could not be started, so the sockets are bound here.
-        (None, None) => bind_after_predecessor(supervisor, &control, &metrics, has_predecessor),
+        (None, None) => bind_after_predecessor(supervisor, &control, &metrics, restores_functions),
     };
     let (listener, metrics) = match bound {
         Ok(bound) => bound,
@@ -356,11 +356,11 @@ fn initial_configuration(
     replaces: bool,
 ) -> Result<StartConfiguration, ServeError> {
     let stored = persistence::persisted_configuration(inherited).map_err(ServeError::from);
-    let running = stored.and_then(|stored| match stored {
+    let restored = stored.and_then(|stored| match stored {
         Some(bytes) => Ok(Some(stored_configuration::decode(&bytes)?)),
         None => Ok(None),
     });
-    match running {
+    match restored {
         Ok(Some(stored_configuration)) => {
             for mistake in &options.argument_errors {
                 log::warn!(
@@ -537,12 +537,12 @@ fn bind_after_predecessor(
     persistence: Option<&ServerPersistence>,
     control: &Path,
     metrics: &MetricsOptions,
-    has_predecessor: bool,
+    restores_functions: bool,
 ) -> Result<ServerSockets, ServeError> {
     if let Some(persistence) = persistence {
         persistence.await_predecessor_end()?;
     }
-    let metrics = bind_metrics(metrics, has_predecessor)?;
+    let metrics = bind_metrics(metrics, restores_functions)?;
     Ok((bind_control(control)?, metrics))
 }
 
@@ -566,13 +566,13 @@ impl SuccessorSockets {
         let (orders, receiver) = mpsc::channel();
         let bind = move || {
             crashes::abort_on_panic();
-            let (persistence, has_predecessor): (Arc<ServerPersistence>, bool) =
+            let (persistence, restores_functions): (Arc<ServerPersistence>, bool) =
                 receiver.recv().ok()?;
             Some(bind_after_predecessor(
                 Some(&persistence),
                 &control,
                 &metrics,
-                has_predecessor,
+                restores_functions,
             ))
         };
         let thread = start_thread("sockets", bind)?;
@@ -583,9 +583,9 @@ impl SuccessorSockets {
     }
 
     /// Starts waiting for the end of the predecessor.
-    fn start_binding(&self, persistence: Arc<ServerPersistence>, has_predecessor: bool) {
+    fn start_binding(&self, persistence: Arc<ServerPersistence>, restores_functions: bool) {
         // The send fails only if the thread has panicked, which ends the process.
-        let _ = self.requests.send((persistence, has_predecessor));
+        let _ = self.requests.send((persistence, restores_functions));
     }
 
     /// Waits until the sockets are bound. Returns `None` if [`start_binding`](Self::start_binding) was not called.
@@ -606,10 +606,10 @@ impl SuccessorSockets {
 /// that VMs keep their drives.
 fn bind_metrics(
     options: &MetricsOptions,
-    has_predecessor: bool,
+    restores_functions: bool,
 ) -> Result<MetricsListener, MetricsError> {
     match MetricsListener::bind(options) {
-        Err(error) if has_predecessor => {
+        Err(error) if restores_functions => {
             log::error!("Cannot serve metrics: {}", report::chain(&error));
             MetricsListener::bind(&MetricsOptions::default())
         }

@@ -378,7 +378,7 @@ fn resume_function(
     restorable: RestorableFunction,
     declaration: &FunctionDeclaration,
     local_backend: Arc<LocalBackend>,
-    pause: GuestPauseStart,
+    pause_start: GuestPauseStart,
 ) -> Result<VfioUserServer<NvmeDevice>, FunctionResumeError> {
     let RestoredFunction {
         function_state,
@@ -399,7 +399,7 @@ fn resume_function(
     device.restore(client, &function_state)?;
     let pause = stream
         .is_some()
-        .then(|| pause.pause_until(system::host_time()));
+        .then(|| pause_start.pause_until(system::host_time()));
     if let Some(pause) = pause {
         device.set_guest_pause(pause);
     }

@@ -26,9 +26,11 @@ impl RegistrySnapshot {
         let handles = self.functions.iter().map(|(handle, _)| handle);
         let stats = FunctionHandle::collect_stats(handles);
         let entries = self.functions.iter().map(|(_, entry)| {
-            let stats = stats.iter().find(|stats| stats.id == entry.id);
+            let function_stats = stats
+                .iter()
+                .find(|function_stats| function_stats.id == entry.id);
             let mut entry = entry.clone();
-            entry.set_connected(stats.map(|stats| stats.connected));
+            entry.set_connected(function_stats.map(|function_stats| function_stats.connected));
             entry
         });
         entries.chain(self.failed.iter().cloned()).collect()

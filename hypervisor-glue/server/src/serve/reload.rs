@@ -146,17 +146,15 @@ impl FunctionRegistry {
         let named: Vec<DrivePath> = named.map(resolve_path).collect();
         let registered_functions = self.functions.iter().enumerate();
         let registered_functions = registered_functions.filter(|(place, _)| !going.contains(place));
-        let registered_functions = registered_functions.map(|(_, function)| &function.drive);
+        let drives = registered_functions.map(|(_, function)| &function.drive);
         let held = self
             .held_drives
             .iter()
             .filter(|held| held.declaration.source != DeclarationSource::File);
-        let used_drives: Vec<&Arc<Drive>> = registered_functions
-            .chain(held.map(|held| &held.drive))
-            .collect();
+        let used_drives: Vec<&Arc<Drive>> = drives.chain(held.map(|held| &held.drive)).collect();
         let stays = |path: &DrivePath, drive: &Drive| {
-            let is_same = |used_drives: &&Arc<Drive>| used_drives.shares_controller_with(drive);
-            named.contains(path) || used_drives.iter().any(is_same)
+            let shares_controller = |used: &&Arc<Drive>| used.shares_controller_with(drive);
+            named.contains(path) || used_drives.iter().any(shares_controller)
         };
         let going = self.drives.iter();
         let going = going.filter(|(path, drive)| !stays(path, drive));
@@ -195,11 +193,11 @@ impl FunctionRegistry {
         }
         let mut refused = None;
         let mut leaving = places;
-        for (request, place) in places.iter().enumerate() {
+        for (index, place) in places.iter().enumerate() {
             // A VMM may have connected since the check above.
             if let Err(error) = self.request_shutdown(*place, force) {
                 refused = Some(error);
-                leaving = &places[..request];
+                leaving = &places[..index];
                 break;
             }
         }
@@ -222,8 +220,8 @@ impl FunctionRegistry {
         let stats = FunctionHandle::collect_stats(&handles);
         for place in places {
             let id = &self.functions[*place].entry.id;
-            match stats.iter().find(|stats| stats.id == *id) {
-                Some(stats) if stats.connected => {
+            match stats.iter().find(|function_stats| function_stats.id == *id) {
+                Some(function_stats) if function_stats.connected => {
                     return Err(ChangeError::Connected(id.clone()));
                 }
                 Some(_) => {}

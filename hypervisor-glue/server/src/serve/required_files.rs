@@ -129,8 +129,8 @@ pub(super) fn drive_rules(options: &FunctionOptions) -> Vec<FileRule> {
                 false => FileRule::new(file, FileAccess::WRITE),
             };
             // A loop device's backing file is opened as well, to lock it.
-            let source = BackingId::from_path(file);
-            let below = source.map(|source| source.files().to_vec());
+            let backing_id = BackingId::from_path(file);
+            let below = backing_id.map(|backing_id| backing_id.files().to_vec());
             let below = below.unwrap_or_default().into_iter();
             let below = below.map(|below| FileRule::new(below.path, FileAccess::WRITE));
             std::iter::once(first).chain(below).collect()

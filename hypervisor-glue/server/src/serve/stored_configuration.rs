@@ -81,11 +81,11 @@ pub(super) fn encode<'a>(
     drives: impl Iterator<Item = &'a DriveDeclaration>,
     rules: &[FileRule],
 ) -> Result<Vec<u8>, StoredConfigurationError> {
-    let functions = functions.map(|configuration| StoredFunction {
-        origin: configuration.source,
-        options: configuration.to_resolved_text().to_string(),
-        files: configuration.files.clone(),
-        lease: configuration
+    let functions = functions.map(|declaration| StoredFunction {
+        origin: declaration.source,
+        options: declaration.to_resolved_text().to_string(),
+        files: declaration.files.clone(),
+        lease: declaration
             .lease
             .clone()
             .map(|AssignedLease { id, range }| StoredLease { id, range }),

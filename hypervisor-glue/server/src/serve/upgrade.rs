@@ -177,7 +177,7 @@ impl<'a> QuiescedDrives<'a> {
         };
         for drive in drives {
             let path = drive.path();
-            let descriptors = match drive.controller().hand_over() {
+            let stored = match drive.controller().hand_over() {
                 Ok(None) => continue,
                 Ok(Some(handed)) => persistence.hand_over_drive(path, &handed),
                 Err(error) => {
@@ -187,7 +187,7 @@ impl<'a> QuiescedDrives<'a> {
                     continue;
                 }
             };
-            if let Err(error) = descriptors {
+            if let Err(error) = stored {
                 let error = report::chain(&error);
                 log::warn!("Cannot hand drive {path} over, so the next server resets it: {error}");
             }

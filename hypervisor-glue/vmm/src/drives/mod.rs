@@ -697,17 +697,17 @@ pub fn label(
     } = drive.identity();
     let identity = label.identity(drive.identity(), place).name;
     let names = || formerly.iter().map(String::as_str).chain([name]);
-    for names in names() {
+    for name in names() {
         // The label is written before the leases are moved. If the process dies in between, the next use of the labelled drive
         // moves them.
         if !again {
-            ledger.check_idle(names)?;
+            ledger.check_idle(name)?;
         }
     }
     file.write_all_at(&label.to_block(), place).map_err(write)?;
     file.sync_all().map_err(write)?;
-    for names in names() {
-        ledger.carry_over(names, &identity)?;
+    for name in names() {
+        ledger.carry_over(name, &identity)?;
     }
     Ok(label)
 }

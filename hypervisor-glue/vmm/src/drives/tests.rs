@@ -308,9 +308,9 @@ impl Host {
     }
 }
 
-fn assert_refused<T: std::fmt::Debug>(result: Result<T, String>, output: &str) {
-    let error = result.expect_err(output);
-    assert!(error.contains(output), "{error}");
+fn assert_refused<T: std::fmt::Debug>(result: Result<T, String>, expected: &str) {
+    let error = result.expect_err(expected);
+    assert!(error.contains(expected), "{error}");
 }
 
 #[test]

@@ -158,14 +158,14 @@ impl AttackedServer {
 
 impl Drop for AttackedServer {
     fn drop(&mut self) {
-        let supervisor = match self.is_supervised {
+        let server = match self.is_supervised {
             true => self.supervised_pid(),
             false => None,
         };
         // The supervisor is killed first, since it would restart the server. Errors mean that the process has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
-        if let Some(server) = supervisor {
+        if let Some(server) = server {
             let _ = Command::new("kill").args(["-s", "KILL", &server]).status();
         }
     }

@@ -72,9 +72,9 @@ impl UnreportedChanges {
     }
 
     /// Removes changes that were reported to the guest. They must be the first ones in this list.
-    pub fn remove(&mut self, message: &Self) {
-        self.ids.drain(..message.ids.len().min(self.ids.len()));
-        self.more &= !message.more;
+    pub fn remove(&mut self, reported: &Self) {
+        self.ids.drain(..reported.ids.len().min(self.ids.len()));
+        self.more &= !reported.more;
     }
 
     /// Returns the log page. If there are more changes than it can list, it lists none and reports the overflow.

@@ -216,10 +216,10 @@ impl RateLimiter {
         let buckets = [&self.iops, &self.bandwidth].into_iter();
         let capacities = buckets.filter(|bucket| bucket.is_limited());
         let capacities = capacities.map(|bucket| bucket.capacity.load(Ordering::Relaxed) / 4);
-        let capacity = capacities.min().unwrap_or(0).min(longest);
+        let pause_ticks = capacities.min().unwrap_or(0).min(longest);
         // A queue with a large debt is polled several times before the debt is paid off.
         let last = self.rate.ticks(POLL_PAUSE_MAX);
-        let [first, last] = [capacity, last].map(|ticks| Ticks(now.0.saturating_add(ticks)));
+        let [first, last] = [pause_ticks, last].map(|ticks| Ticks(now.0.saturating_add(ticks)));
         self.due().max(first).min(last)
     }
 

@@ -366,13 +366,13 @@ impl FaultInjector {
         let mut delay: u64 = 0;
         for (index, armed) in armed.iter_mut().enumerate() {
             let seen = armed.schedule.seen();
-            let is_hit = armed.try_hit(sqe, memory);
+            let hit = armed.try_hit(sqe, memory);
             if seen != armed.schedule.seen()
                 && let Some(record) = &self.record
             {
                 record.store_fault(index, armed);
             }
-            let Some(media_error) = is_hit else {
+            let Some(media_error) = hit else {
                 continue;
             };
             match armed.fault.effect {

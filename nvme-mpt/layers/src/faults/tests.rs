@@ -266,7 +266,7 @@ fn the_same_commands_have_the_same_faults_whatever_others_do() {
     assert_eq!(first, run(1, 0));
     assert_eq!(first, run(1, 3));
     assert_ne!(first, run(2, 0));
-    let hits = first.iter().filter(|hits| **hits).count();
+    let hits = first.iter().filter(|is_hit| **is_hit).count();
     // The number of hits has to be within four standard deviations of 200.
     assert!((146..=254).contains(&hits), "{hits}");
 }

@@ -293,11 +293,11 @@ fn invalid_words_do_not_count_as_changes() {
     let (_dir, path) = file();
     drop(zones(8 << 20, Some(&path)).expect("zones"));
     let zones_path = path.with_extension("img.zones");
-    let zones_path = File::options()
+    let zones_file = File::options()
         .write(true)
         .open(zones_path)
         .expect("a file");
-    zones_path.write_all_at(&[0x07], 4096).expect("written");
+    zones_file.write_all_at(&[0x07], 4096).expect("written");
     let drive = zones(8 << 20, Some(&path)).expect("zones");
     let lease = drive.lease(range(0, 8 << 20)).expect("a lease");
     lease.check_stored().expect("as they were");

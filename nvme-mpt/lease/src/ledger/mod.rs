@@ -1007,13 +1007,13 @@ impl Lease {
             });
         }
         let extents = self.ledger.update(|records| self.resize(records, bytes))?;
-        let is_unused = |range: ByteRange| {
+        let remaining_part = |range: ByteRange| {
             let left = bytes.checked_sub(before.offset_of(range.start())?)?;
             ByteRange::new(range.start(), range.length().min(left)).ok()
         };
         let mut parts = lock(&self.parts);
         parts.extents = extents;
-        parts.unwiped = parts.unwiped.drain(..).filter_map(is_unused).collect();
+        parts.unwiped = parts.unwiped.drain(..).filter_map(remaining_part).collect();
         Ok(before.slice(bytes, present))
     }
 

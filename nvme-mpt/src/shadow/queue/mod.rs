@@ -915,8 +915,8 @@ impl ShadowCore {
             return false;
         }
         self.read_cq_head();
-        let throttled = self.throttled_until.is_some_and(|end| Ticks::now() < end);
-        if self.cq.indices.free_entries() == 0 || self.slots.free_count() == 0 || throttled {
+        let is_throttled = self.throttled_until.is_some_and(|end| Ticks::now() < end);
+        if self.cq.indices.free_entries() == 0 || self.slots.free_count() == 0 || is_throttled {
             return false;
         }
         let mut found = false;

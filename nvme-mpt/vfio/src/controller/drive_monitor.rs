@@ -103,7 +103,7 @@ pub(super) fn start(
     if let Some(fd) = removal {
         watch(fd)?;
     }
-    let mut supervisor = DriveMonitor {
+    let mut monitor = DriveMonitor {
         clock: drive.backing.clock(),
         drive,
         epoll,
@@ -116,7 +116,7 @@ pub(super) fn start(
         memory_check: None,
         pause: None,
     };
-    let work = move || while supervisor.run_interval() {};
+    let work = move || while monitor.run_interval() {};
     threads.spawn("nvme-monitor", Box::new(work))
 }
 

@@ -153,7 +153,7 @@ mod tests {
                 in_flight: queue.len(),
                 latest_submission: queue.back().map_or(Ticks(0), LateCommand::submitted),
             };
-            let sample_count: Vec<_> = (1..)
+            let samples: Vec<_> = (1..)
                 .map(QueueId)
                 .zip(self.queues.iter().map(sample_of))
                 .collect();
@@ -167,7 +167,7 @@ mod tests {
             };
             let late = self
                 .progress
-                .check(&sample_count, count, Ticks(self.now), DEADLINE);
+                .check(&samples, count, Ticks(self.now), DEADLINE);
             late.iter().map(|watched| watched.qid.0).collect()
         }
     }
@@ -228,8 +228,8 @@ mod tests {
         test.submit(1, 1);
         assert_eq!(test.check_after(50 * DEADLINE), [0; 0], "a new one");
         // A drive that completes nothing is late after at most `CHECKS_PER_TIMEOUT` checks.
-        let sample_count = (1..).find(|_| !test.check_after(50 * DEADLINE).is_empty());
-        assert_eq!(sample_count, Some(CHECKS_PER_TIMEOUT));
+        let check_count = (1..).find(|_| !test.check_after(50 * DEADLINE).is_empty());
+        assert_eq!(check_count, Some(CHECKS_PER_TIMEOUT));
     }
 
     #[test]

@@ -226,14 +226,14 @@ impl QueuePairArbitration {
         let is_its = |lease: &ArbitratedLease| Arc::ptr_eq(&lease.share, share);
         let mut leases = self.leases.iter();
         let known = leases.position(|lease| lease.as_ref().is_some_and(is_its));
-        let lease = known.or_else(|| self.leases.iter().position(Option::is_none));
-        let lease = lease.unwrap_or(self.leases.len());
-        if lease == self.leases.len() {
+        let index = known.or_else(|| self.leases.iter().position(Option::is_none));
+        let index = index.unwrap_or(self.leases.len());
+        if index == self.leases.len() {
             self.leases.push(None);
         }
         self.order.parties += usize::from(known.is_none());
         self.order.waiting.reserve(self.leases.len());
-        let entry = self.leases[lease].get_or_insert_with(|| ArbitratedLease {
+        let entry = self.leases[index].get_or_insert_with(|| ArbitratedLease {
             share: share.clone(),
             time: 0,
             order: VirtualTimeOrder::default(),
@@ -245,7 +245,7 @@ impl QueuePairArbitration {
             self.users.resize(number + 1, None);
         }
         self.users[number] = Some(ArbitratedUser {
-            lease: lease as u16,
+            lease: index as u16,
             time: 0,
             is_waiting: false,
         });
@@ -290,17 +290,17 @@ impl QueuePairArbitration {
     /// Returns the waiting user that is served next.
     #[inline]
     pub(super) fn next(&self) -> Option<u16> {
-        let lease = self.order.first()?;
-        self.leases.get(usize::from(lease))?.as_ref()?.order.first()
+        let index = self.order.first()?;
+        self.leases.get(usize::from(index))?.as_ref()?.order.first()
     }
 
     /// Charges the user that is served next with `bytes`. The user waits on if it has more commands (`continues`).
     #[inline]
     pub(super) fn charge(&mut self, bytes: u64, continues: bool) {
-        let Some(lease) = self.order.first() else {
+        let Some(index) = self.order.first() else {
             return;
         };
-        let Some(Some(lease)) = self.leases.get_mut(usize::from(lease)) else {
+        let Some(Some(lease)) = self.leases.get_mut(usize::from(index)) else {
             return;
         };
         let Some(user) = lease.order.first() else {
@@ -318,10 +318,10 @@ impl QueuePairArbitration {
 
     /// Removes the user that would be served next from those that wait, without charging it.
     pub(super) fn skip(&mut self) {
-        let Some(lease) = self.order.first() else {
+        let Some(index) = self.order.first() else {
             return;
         };
-        let Some(Some(lease)) = self.leases.get_mut(usize::from(lease)) else {
+        let Some(Some(lease)) = self.leases.get_mut(usize::from(index)) else {
             return;
         };
         let user = lease.order.skip();

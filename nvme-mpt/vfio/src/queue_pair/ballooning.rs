@@ -71,12 +71,18 @@ impl VfioQueuePair {
 pub(super) fn recall_borrowers(pair: &Arc<QueuePairInner>) {
     loop {
         let borrower = pair.lock().take_borrower();
-        let Some((number, queue, lender)) = borrower else {
+        let Some((number, queue, home_pair)) = borrower else {
             return;
         };
         // If the home pair was reserved or no longer exists, the borrower stays.
-        if let Some(lender) = lender.upgrade() {
-            migrate_user(pair, number, queue, &lender, QueuePairUserRole::Returning);
+        if let Some(home_pair) = home_pair.upgrade() {
+            migrate_user(
+                pair,
+                number,
+                queue,
+                &home_pair,
+                QueuePairUserRole::Returning,
+            );
         }
     }
 }
@@ -87,16 +93,18 @@ impl QueuePairCore {
     fn active_users(&self, now: Ticks, within: u64) -> impl Iterator<Item = (u16, &QueuePairUser)> {
         let is_awake = move |since: Ticks| now.since(since) <= within;
         self.staying_users()
-            .filter(move |(_, user)| user.lender.is_none() && is_awake(user.last_batch))
+            .filter(move |(_, user)| user.home_pair.is_none() && is_awake(user.last_batch))
     }
 
     /// Ends the lending of the pair to one borrower. Returns the borrower's number and queue, and its home pair; `None` if no
     /// queue borrows the pair.
     fn take_borrower(&mut self) -> Option<(u16, NewQueuePairUser, Weak<QueuePairInner>)> {
-        let borrower = self.staying_users().find(|(_, user)| user.lender.is_some());
+        let borrower = self
+            .staying_users()
+            .find(|(_, user)| user.home_pair.is_some());
         let number = borrower?.0;
-        let lender = self.end_balloon(number)?;
+        let home_pair = self.end_balloon(number)?;
         let queue = self.user(number)?.queue.clone();
-        Some((number, queue, lender))
+        Some((number, queue, home_pair))
     }
 }

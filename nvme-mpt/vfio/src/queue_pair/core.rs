@@ -176,11 +176,11 @@ impl QueuePairCore {
     pub(super) fn join_borrower(
         &mut self,
         queue: NewQueuePairUser,
-        lender: Weak<QueuePairInner>,
+        home_pair: Weak<QueuePairInner>,
     ) -> u16 {
         let number = self.join(queue);
         if let Some(user) = self.user(number) {
-            user.lender = Some(lender);
+            user.home_pair = Some(home_pair);
             self.borrowers += 1;
         }
         number
@@ -189,9 +189,9 @@ impl QueuePairCore {
     /// Ends the lending of the pair to a user, who stays. Returns the user's home pair; `None` if the user does not borrow this
     /// pair.
     pub(super) fn end_balloon(&mut self, number: u16) -> Option<Weak<QueuePairInner>> {
-        let lender = self.user(number)?.lender.take()?;
+        let home_pair = self.user(number)?.home_pair.take()?;
         self.borrowers -= 1;
-        Some(lender)
+        Some(home_pair)
     }
 
     /// Returns whether any user borrows the pair.
@@ -201,7 +201,10 @@ impl QueuePairCore {
 
     /// Returns whether this user is one of the pair's own queues, and other queues borrow the pair at present.
     pub(super) fn is_lender(&mut self, number: u16) -> bool {
-        self.has_borrowers() && self.user(number).is_some_and(|user| user.lender.is_none())
+        self.has_borrowers()
+            && self
+                .user(number)
+                .is_some_and(|user| user.home_pair.is_none())
     }
 
     /// Returns the users that are not migrating to another pair, with their numbers.
@@ -221,7 +224,7 @@ impl QueuePairCore {
         let users = self.staying_users();
         let (number, user) = users
             .filter(|(_, user)| which(user.queue.lease.reservation()))
-            .min_by_key(|(_, user)| user.lender.is_none())?;
+            .min_by_key(|(_, user)| user.home_pair.is_none())?;
         Some((number, user.queue.clone()))
     }
 

@@ -126,9 +126,9 @@ impl DriveGovernor {
     /// (`queue_pair/inflight_bound.rs`).
     #[must_use]
     pub fn with_timeout(self, time_out: Duration, rate: TickRate) -> Self {
-        let timeout_ticks = rate.ticks(time_out / 4);
+        let quarter_timeout = rate.ticks(time_out / 4);
         Self {
-            quarter_timeout: timeout_ticks,
+            quarter_timeout,
             ..self
         }
     }

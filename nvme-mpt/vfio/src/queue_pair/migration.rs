@@ -77,7 +77,7 @@ pub(super) fn migrate_user(
         let mut core = to.lock();
         match role {
             QueuePairUserRole::Own => core.join(queue),
-            QueuePairUserRole::Borrower(lender) => core.join_borrower(queue, lender),
+            QueuePairUserRole::Borrower(home_pair) => core.join_borrower(queue, home_pair),
             QueuePairUserRole::Returning if to.is_reserved() => return false,
             QueuePairUserRole::Returning => core.join(queue),
         }

@@ -114,21 +114,22 @@ impl QueuePairSharing {
         self.heavy_bytes
     }
 
-    /// Returns whether `weight` more bytes of heavy users may go to the drive by the present `window`.
-    pub(super) fn has_credits(&self, window: QueuePairWindow, weight: u64, now: Ticks) -> bool {
+    /// Returns whether a heavy command that counts as `claim` bytes may go to the drive now. `window` limits the heavy users'
+    /// bytes in flight. A command above the limit may go only while no other heavy bytes count against it.
+    pub(super) fn has_credits(&self, window: QueuePairWindow, claim: u64, now: Ticks) -> bool {
         let (bytes, in_flight) = match window {
             QueuePairWindow::Open => return true,
             QueuePairWindow::Closed => return false,
             QueuePairWindow::Own(bytes) => (bytes, self.heavy_bytes),
             QueuePairWindow::Drive(bytes) => {
                 let in_flight = self.governor.in_flight();
-                if in_flight == 0 && 2 * weight > bytes {
+                if in_flight == 0 && 2 * claim > bytes {
                     return self.governor.can_submit_heavy(now);
                 }
                 (bytes, in_flight)
             }
         };
-        in_flight == 0 || in_flight + weight <= bytes
+        in_flight == 0 || in_flight + claim <= bytes
     }
 
     /// Counts heavy users' bytes that were submitted to the drive.

@@ -51,7 +51,7 @@ pub(super) struct QueuePairUser {
     /// True while the user migrates to another pair. The user leaves this pair when its last command here has completed.
     pub(super) is_migrating: bool,
     /// Home pair of the queue, while the queue borrows this pair.
-    pub(super) lender: Option<Weak<QueuePairInner>>,
+    pub(super) home_pair: Option<Weak<QueuePairInner>>,
     /// Time of the queue's last batch that went through arbitration.
     pub(super) last_batch: Ticks,
     /// Time at which a command of the user last went to the drive while the drive was weighed.
@@ -84,7 +84,7 @@ impl QueuePairUser {
             splits: is_split.then(|| SplitCommands::new(slots, max_transfer, lba_shift)),
             queue,
             is_migrating: false,
-            lender: None,
+            home_pair: None,
             last_batch: Ticks::default(),
             weighed_at: Ticks::default(),
             is_revoked: revoked,

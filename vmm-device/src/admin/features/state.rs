@@ -68,7 +68,7 @@ impl ControllerFeatures {
             timestamp: _,
             host_behavior,
         } = state;
-        for (name, saved, current) in [
+        for (name, saved, masked) in [
             (
                 "Arbitration",
                 *arbitration,
@@ -100,8 +100,8 @@ impl ControllerFeatures {
                 value_masks::async_events(*async_events, notices(&facts.namespace)).0,
             ),
         ] {
-            if saved != current {
-                let valid = format!("{current:#x}, without reserved bits");
+            if saved != masked {
+                let valid = format!("{masked:#x}, without reserved bits");
                 return Err(BackendStateError::invalid(
                     name,
                     format!("{saved:#x}"),

@@ -86,8 +86,8 @@ impl<B: StorageBackend + Clone> KeyValueDatabase<B> {
     }
 
     /// Executes requests, with all changes in one transaction, and replies once the transaction is durable.
-    pub(super) fn execute_requests(&mut self, change: Vec<(u64, QueuedKvRequest)>) {
-        let (places, requests): (Vec<_>, Vec<_>) = change
+    pub(super) fn execute_requests(&mut self, batch: Vec<(u64, QueuedKvRequest)>) {
+        let (places, requests): (Vec<_>, Vec<_>) = batch
             .into_iter()
             .map(|(name, request)| {
                 let place = (request.mailbox, request.slot);

@@ -147,13 +147,13 @@ fn execute_requests(
 ) -> Vec<KvReply> {
     let mailbox = Arc::new(KvReplyQueue::new(requests.len()).expect("an eventfd"));
     let queued = (0..).zip(requests).map(|(slot, request)| {
-        let change = QueuedKvRequest {
+        let queued_request = QueuedKvRequest {
             mailbox: mailbox.clone(),
             slot,
             capacity: 1 << 30,
             request,
         };
-        (name, change)
+        (name, queued_request)
     });
     store.execute_requests(queued.collect());
     let mut replies = Vec::new();

@@ -105,7 +105,7 @@ struct SimulatedRequest {
     operation: SimulatedOperation,
     /// Time at which the request takes effect. Once it has, the time at which it completes.
     due: Duration,
-    is_written: bool,
+    is_held: bool,
     result: Option<Result<usize, i32>>,
 }
 
@@ -138,7 +138,7 @@ pub fn end_process(process: u64) {
             let disk = &mut kernel.disk;
             kernel.requests.retain(|request| {
                 let stays = request.ring != *ring
-                    || request.result.is_none() && !request.is_written && happens(2);
+                    || request.result.is_none() && !request.is_held && happens(2);
                 if !stays {
                     disk.release(request.open);
                 }
@@ -410,7 +410,7 @@ impl SimulatedKernel {
         let mut requests = self.requests.iter_mut();
         let request = requests.find(|request| request.ring == ring && request.tag == target);
         let request = request.ok_or(libc::ENOENT)?;
-        if request.result.is_some() || !request.is_written && happens(2) {
+        if request.result.is_some() || !request.is_held && happens(2) {
             return Err(libc::EALREADY);
         }
         request.result = Some(Err(libc::ECANCELED));
@@ -752,7 +752,7 @@ impl Uring {
             offset,
             operation: what,
             due: Duration::ZERO,
-            is_written: false,
+            is_held: false,
             result: None,
         });
     }
@@ -792,7 +792,7 @@ impl FileIoRing for Uring {
         if let (RequestIssueMode::Inline, Some(simulated_request)) =
             (mode, self.prepared.last_mut())
         {
-            simulated_request.is_written = with(|kernel| {
+            simulated_request.is_held = with(|kernel| {
                 let disk = &mut kernel.disk;
                 let may_be_kept = match simulated_request.operation {
                     SimulatedOperation::Sync => true,
@@ -801,11 +801,11 @@ impl FileIoRing for Uring {
                     }
                     _ => false,
                 };
-                let is_written = may_be_kept
+                let is_held = may_be_kept
                     && disk.held_requests_max > 0
                     && happens(disk.parameters.held_requests);
-                disk.held_requests_max -= u64::from(is_written);
-                is_written
+                disk.held_requests_max -= u64::from(is_held);
+                is_held
             });
         }
         Ok(())
@@ -827,7 +827,7 @@ impl FileIoRing for Uring {
                 return true;
             }
             for mut request in self.prepared.drain(..) {
-                let time = match request.is_written {
+                let time = match request.is_held {
                     true => {
                         HOLD_TIME_MAX.mul_f64((random() % 1000) as f64 / 1000.0) + HOLD_TIME_MAX / 4
                     }

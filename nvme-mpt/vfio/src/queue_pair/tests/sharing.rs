@@ -231,11 +231,11 @@ fn simulate(speed: Speed, pairs: usize, loads: &[Load], time: u64) -> Vec<QueueM
     simulate_with(PolicyChoice::Learned, None, speed, pairs, loads, time)
 }
 
-/// Runs loads on a drive, with this choice for the adaptive window. If `loan` is given, lends pair 0 to a queue of pair 1 at
+/// Runs loads on a drive, with this choice for the adaptive window. If `lend_at` is given, lends pair 0 to a queue of pair 1 at
 /// that time.
 fn simulate_with(
     governor: PolicyChoice,
-    mut balloon_size: Option<u64>,
+    mut lend_at: Option<u64>,
     speed: Speed,
     pairs: usize,
     loads: &[Load],
@@ -272,8 +272,8 @@ fn simulate_with(
     let mut next_look = CHECK_INTERVAL;
     while now < time {
         drive.complete(now);
-        if balloon_size.is_some_and(|at| at <= now) {
-            balloon_size = None;
+        if lend_at.is_some_and(|at| at <= now) {
+            lend_at = None;
             assert!(handles[0].lend_to(&handles[1], Ticks(now), MILLISECOND));
         }
         for guest in &mut guests {
@@ -854,7 +854,7 @@ fn a_quiet_guest_beside_two_busy_ones_with_weights() {
 /// the middle of the run, the idle queue becomes active.
 #[test]
 fn figures_of_a_pair_that_is_lent() {
-    let balloon_size = Some(SECOND / 10);
+    let lend_at = Some(SECOND / 10);
     for (name, speed) in [
         ("serial", SERIAL),
         ("emulated", EMULATED),
@@ -870,28 +870,21 @@ fn figures_of_a_pair_that_is_lent() {
             from: SECOND / 5,
             ..on_one(QUIET)
         };
-        let run = |balloon_size, owner_from, loads: [Load; 2]| {
+        let run = |lend_at, owner_from, loads: [Load; 2]| {
             let loads = [owner(owner_from), loads[0], loads[1]];
-            simulate_with(
-                PolicyChoice::Learned,
-                balloon_size,
-                speed,
-                2,
-                &loads,
-                SECOND,
-            )
+            simulate_with(PolicyChoice::Learned, lend_at, speed, 2, &loads, SECOND)
         };
         for loud in [LOUD, SHAPES[0]] {
             let loud = on_one(loud);
             let idle = on_one(owner(u64::MAX));
             let quiet_alone = run(None, u64::MAX, [idle, quiet])[2].p99;
             // The loud queue is active first, so the idle pair is lent to it.
-            let [without, with] = [None, balloon_size].map(|balloon_size| {
-                let seen = run(balloon_size, u64::MAX, [loud, quiet]);
+            let [without, with] = [None, lend_at].map(|lend_at| {
+                let seen = run(lend_at, u64::MAX, [loud, quiet]);
                 (seen[2].p99 * 100 / quiet_alone, seen[1].commands)
             });
-            let [first_without, first_with] = [None, balloon_size].map(|balloon_size| {
-                let seen = run(balloon_size, SECOND / 2, [loud, quiet]);
+            let [first_without, first_with] = [None, lend_at].map(|lend_at| {
+                let seen = run(lend_at, SECOND / 2, [loud, quiet]);
                 (seen[0].first, seen[0].p99)
             });
             let (kib, depth) = (loud.bytes >> 10, loud.depth);

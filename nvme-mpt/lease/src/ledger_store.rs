@@ -209,7 +209,7 @@ pub(super) struct LedgerRecords {
     /// keeps its slot.
     pub(super) next_slot: u64,
     pub(super) leases: Vec<LedgerRecord>,
-    /// Previous owners of ranges.
+    /// Owner of each range in which an id has data, with or without a lease.
     #[serde(default, rename = "tenants")]
     pub(super) owners: Vec<RangeOwner>,
     /// Settings of ids.

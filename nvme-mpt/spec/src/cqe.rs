@@ -120,7 +120,7 @@ impl Cqe {
         )
     }
 
-    /// Creates an entry as [`Self::new`] does, from an `position` that several completions can share.
+    /// Creates an entry as [`Self::new`] does, from a `position` that several completions can share.
     #[inline]
     #[must_use]
     pub const fn from_position(

@@ -22,8 +22,8 @@ pub struct HostCompletion {
     pub dw0: u32,
 }
 
-/// Memory that translated commands refer to. Of a physical drive, the IOMMU maps this memory; a software-defined drive finds
-/// addresses in it.
+/// Memory to which the addresses in a translated command refer. A software-defined drive looks them up here. A physical drive
+/// reaches the memory through the IOMMU, and its queue reads only lists here.
 #[derive(Clone, Copy, Debug)]
 pub struct HostMemory<'a> {
     /// The VM's memory.

@@ -27,9 +27,9 @@ pub enum LocalBackendError {
         drive: String,
         /// Maximum data size that was requested.
         requested: Mdts,
-        /// Minimum size, promised by the command set.
+        /// Minimum data size of a command, promised by the command set.
         least: ByteSize,
-        /// Maximum size of the drive.
+        /// Maximum data size of a command on the drive.
         most: Mdts,
     },
     /// The serial number does not fit its field.

@@ -20,10 +20,12 @@ pub(super) struct SpareDescriptors {
 }
 
 impl SpareDescriptors {
-    /// Restores the descriptions that the supervisor process has for a lease, if the lease's function continues from another
-    /// process; otherwise stores new descriptions. Returns `None` for a lease without spare descriptions.
+    /// Loads the spare descriptions that the supervisor process has for a lease, if its function continues from another process
+    /// (`continues`). If there are none, or if they cannot be used, opens new ones and stores them with the supervisor. Returns
+    /// `None` if the lease needs none, or if they cannot be opened.
     ///
-    /// Until [`Self::forget_on_drop`] is called, a restored function may continue without this back end.
+    /// If `continues` is true, the descriptions stay with the supervisor when the result is dropped, until
+    /// [`Self::forget_on_drop`] is called: if this back end cannot be created, the function may continue without it.
     pub(super) fn restore_or_create(
         supervisor: Arc<dyn SpareDescriptorStore>,
         drive: &Arc<Drive>,

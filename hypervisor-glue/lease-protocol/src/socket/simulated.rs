@@ -82,7 +82,8 @@ struct SimulatedSockets {
     /// Number of connection sides that were created.
     made: u64,
     sends: u64,
-    /// Number of client sockets that had unread bytes when they were closed without a crash.
+    /// Number of client sockets that were closed, other than by a crash, while they had unread bytes. Bytes of the server's end
+    /// notice do not count (`LAST_WORDS`). See `unread`.
     unread: u64,
     /// Processes that have ended.
     ended: BTreeSet<u64>,

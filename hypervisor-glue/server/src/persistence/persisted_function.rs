@@ -341,8 +341,8 @@ pub(super) struct SuccessorRequirements {
     pub(super) has_untrusted_vectors: bool,
 }
 
-/// Checks that this release can read a function's journal, which the running old server may still change. Returns the resources
-/// that the function needs.
+/// Checks that this release can read a function's request log, which the running predecessor may still change. Returns the
+/// resources that the function needs.
 pub(super) fn check_requirements(
     request_log: OwnedFd,
 ) -> Result<SuccessorRequirements, RestoreError> {

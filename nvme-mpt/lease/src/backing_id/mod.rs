@@ -219,8 +219,9 @@ pub(crate) fn boot_id() -> String {
     KernelFiles::host().boot_id()
 }
 
-/// Returns the location of a drive's first byte, by its [identity](DriveIdentity). Unlike the identity, the location does
-/// not change when the drive grows or a device below it changes, such as a member of a RAID.
+/// Returns a name for the place of a drive's first byte: its base and the offset there, taken from the drive's
+/// [identity](DriveIdentity::name). It finds a drive again after it grew, or after a device below it changed, such as a member
+/// of a RAID: then the identity is another one, but the name of the place is not.
 #[must_use]
 pub fn start_location(identity: &str) -> String {
     backing_extent::start_location(identity)

@@ -1205,7 +1205,9 @@ impl Lease {
         self.slot = None;
     }
 
-    /// Returns a second handle of the lease. This handle does not see changes by that one.
+    /// Returns a second handle of the lease, which can change the ledger's records without this handle: a change that is made
+    /// by one handle is not in the other's extents until that one makes a change itself. The second handle must end by
+    /// [`Self::die`], because a drop would return the lease.
     pub(super) fn ahead(&self) -> Self {
         Self {
             ledger: self.ledger.clone(),

@@ -24,7 +24,7 @@ const (
 	Node = "worker-1"
 	// RuntimeSocket is the socket of the container runtime.
 	RuntimeSocket = "/var/runtime.sock"
-	// KubeletDir is kubelet's folder.
+	// KubeletDir is kubelet's directory.
 	KubeletDir = "/var/lib/kubelet"
 	// AuditLog has a line for each request by the driver's accounts.
 	AuditLog = "/var/log/audit.log"

@@ -407,7 +407,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns the guest memory that the VMM has [mapped](MemoryBackend::map) for the function.
+    /// Returns the guest memory that the VMM has [mapped](nvme_guest::MemoryBackend::map) for the function.
     #[must_use]
     pub fn memory(&self) -> &GuestMemory {
         &self.shared.memory

@@ -40,6 +40,7 @@ pub mod log {
     pub const FIRMWARE_SLOT: u8 = 0x03;
     pub const CHANGED_NAMESPACES: u8 = 0x04;
     pub const COMMAND_EFFECTS: u8 = 0x05;
+    pub const TELEMETRY_CONTROLLER_INITIATED: u8 = 0x08;
     pub const ENDURANCE_GROUP_EVENTS: u8 = 0x0f;
     pub const CHANGED_ZONES: u8 = 0xbf;
 }

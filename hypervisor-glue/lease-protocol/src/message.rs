@@ -10,8 +10,8 @@ use nvme_mpt_memory::process_liveness;
 use nvme_spec::registers::Doorbell;
 use serde::{Deserialize, Serialize};
 
-/// Version of the protocol. VMM and server must have equal versions. Any change of a message, or of a type that a message
-/// contains, needs a new version.
+/// Version of the protocol. VMM and server must have equal versions. After the first release, any change of a message, or of a
+/// type that a message contains, needs a new version.
 pub const VERSION: u32 = 1;
 
 /// First message of a VMM. All protocol versions have these fields.

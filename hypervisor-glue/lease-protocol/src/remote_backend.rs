@@ -234,7 +234,7 @@ impl RemoteBackend {
             facts,
             shared,
             window,
-            wakers: wakers,
+            wakers,
             counters: Mutex::default(),
             exit_counter: exits,
             watch_thread: Some(watch),
@@ -388,7 +388,7 @@ impl RemoteBackend {
         };
         let doorbells = IoDoorbells {
             are_buffered,
-            are_untrapped: are_untrapped,
+            are_untrapped,
             wakers: named.into_iter().filter_map(waker).collect(),
         };
         Some((doorbells, new))

@@ -259,6 +259,8 @@ impl Controller {
             log::SMART => self.health(),
             log::CHANGED_NAMESPACES => self.changed_namespaces(),
             log::ENDURANCE_GROUP_EVENTS => vec![0; 8],
+            log::FIRMWARE_SLOT => vec![0; 512],
+            log::TELEMETRY_CONTROLLER_INITIATED if len % 512 == 0 => vec![0; 512],
             _ => return Err(status::INVALID_LOG_PAGE),
         };
         page.resize(offset + len, 0);

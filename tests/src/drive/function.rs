@@ -259,10 +259,19 @@ impl ModelDrive {
         controller.queue_event(1, 1, 2);
     }
 
-    /// Reports an Endurance Group event, as a drive that does not let the host choose its events.
-    pub fn report_endurance_group(&self) {
-        let event = 2 | 5 << 8 | u32::from(log::ENDURANCE_GROUP_EVENTS) << 16;
+    /// Reports a notice, as a drive that does not let the host choose its events. `info` is the Asynchronous Event Information.
+    pub fn report_notice(&self, info: u8, log_page: u8) {
+        let event = 2 | u32::from(info) << 8 | u32::from(log_page) << 16;
         self.controller().events.push_back(event);
+    }
+
+    /// Reports Firmware Activation Starting, and pauses processing right after the event.
+    pub fn start_firmware_activation(&self) {
+        let mut controller = self.controller();
+        let event = 2 | 1 << 8 | u32::from(log::FIRMWARE_SLOT) << 16;
+        controller.events.push_back(event);
+        controller.report_events();
+        (controller.hung, controller.paused) = (true, true);
     }
 
     /// Makes the media read only, and reports it as a critical warning. Writes still have to be failed by a fault.

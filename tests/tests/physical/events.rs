@@ -184,12 +184,39 @@ fn a_drive_that_knows_fewer_warnings_tells_of_its_namespaces() {
 /// After an event, a drive raises no other event of its type until the host has read the event's log page.
 #[test]
 fn an_event_that_was_not_asked_for_masks_no_other() {
-    let host = host();
+    for (info, log_page) in [
+        (2, log::TELEMETRY_CONTROLLER_INITIATED),
+        (5, log::ENDURANCE_GROUP_EVENTS),
+    ] {
+        let host = host();
+        let machine = host.machine(&Setup::nth(0));
+        let mut controller = listening(&machine);
+        host.model.report_notice(info, log_page);
+        host.model.resize(1, LEASE / 512);
+        expect_namespace_event(&mut controller);
+        assert_eq!(host.incidents(), DriveIncidents::default());
+        drop((controller, machine));
+        host.finish();
+    }
+}
+
+/// The drive answers no command while it activates firmware, so the event's log page must not be read before.
+#[test]
+fn firmware_that_is_activated_causes_no_reset() {
+    let options = Options {
+        namespaces: vec![NamespaceOptions::new(1, 2 * LEASE, 512)],
+        ..Options::default()
+    };
+    let host = Host::with(options, Duration::from_secs(10));
     let machine = host.machine(&Setup::nth(0));
     let mut controller = listening(&machine);
-    host.model.report_endurance_group();
+    host.model.start_firmware_activation();
+    // Longer than the timeout of an admin command.
+    std::thread::sleep(Duration::from_secs(7));
+    host.model.resume();
     host.model.resize(1, LEASE / 512);
     expect_namespace_event(&mut controller);
+    assert_eq!(host.incidents(), DriveIncidents::default());
     drop((controller, machine));
     host.finish();
 }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use log::warn;
+use log::{debug, warn};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::admin_queue::AdminQueue;
@@ -36,7 +36,7 @@ use nvme_mpt_memory::deadline::{Deadline, WaitClock};
 use nvme_mpt_memory::eventfd;
 use nvme_mpt_memory::sync::JoinHandle;
 use nvme_spec::admin::AbortCommand;
-use nvme_spec::event::{AsyncEvent, AsyncEventType};
+use nvme_spec::event::{AsyncEvent, AsyncEventType, NoticeEvent};
 use nvme_spec::identify::IdentifyController;
 use nvme_spec::ids::{CommandId, Nsid, QueueId};
 use nvme_spec::log::LogPageId;
@@ -54,6 +54,9 @@ const CHECKS_PER_MEMORY_CHECK: u32 = 2;
 /// flight. The time alone does not suffice: if the monitor got no processor time, pollers may not have got any either.
 const ABORT_GRACE: Duration = Duration::from_secs(1);
 const ABORT_CHECKS: u32 = 5;
+
+/// Delay before an event is cleared that was not asked for. It bounds the work for a drive that raises it again after each read.
+const CLEAR_DELAY: Duration = Duration::from_secs(1);
 
 /// Returns the maximum time for which a drive may pause processing (CSTS.PP). `deadline` is the timeout of a command.
 pub(super) fn longest_pause(controller: &IdentifyController, deadline: Duration) -> Duration {
@@ -115,6 +118,8 @@ pub(super) fn start(
         checks: 0,
         memory_check: None,
         pause: None,
+        uncleared_events: Vec::new(),
+        seen_events: BTreeSet::new(),
     };
     let work = move || while monitor.run_interval() {};
     threads.spawn("nvme-monitor", Box::new(work))
@@ -155,6 +160,10 @@ struct DriveMonitor {
     memory_check: Option<JoinHandle<()>>,
     /// End of the time for which the drive may pause processing; `None` if it has not paused.
     pause: Option<Deadline>,
+    /// Log pages of events that were not asked for, with the times at which they are read to clear the events.
+    uncleared_events: Vec<(LogPageId, Deadline)>,
+    /// Events that were not asked for and have been logged, as dword 0 of their completions.
+    seen_events: BTreeSet<u32>,
 }
 
 impl DriveMonitor {
@@ -192,6 +201,7 @@ impl DriveMonitor {
                 self.check_deadlines();
                 self.drive.rebalance();
                 self.check_events();
+                self.clear_events();
                 self.check_namespaces();
                 self.check_memory();
                 self.drive.check_predecessor_mappings(&self.threads);
@@ -347,6 +357,7 @@ impl DriveMonitor {
     fn reset(&mut self, cause: &str) {
         self.overdue.clear();
         self.progress.forget();
+        self.uncleared_events.clear();
         self.drive.reset(cause);
         self.mark_namespaces_stale();
     }
@@ -392,22 +403,63 @@ impl DriveMonitor {
     /// Handles one event. Reads the event's log page, so that the drive can report the next event of its type.
     fn handle_event(&mut self, event: AsyncEvent) -> Result<(), ControllerError> {
         let drive = &self.drive;
-        warn!("Drive {}: {event:?}", drive.backing.name());
+        let name = drive.backing.name();
         match (event.event_type(), event.lid()) {
+            (AsyncEventType::ERROR, _) => {
+                warn!("Drive {name}: {event:?}");
+                drive.with_admin(|admin| log_pages::error_information(admin, 1, false))?;
+            }
             (AsyncEventType::SMART_HEALTH, _) => {
+                warn!("Drive {name}: {event:?}");
                 drive.with_admin(|admin| log_pages::smart_health(admin, false))?;
                 drive.report_event(DriveEvent::Health);
             }
             // The list is read by `check_namespaces`, which clears the event.
-            (_, LogPageId::CHANGED_NAMESPACE_LIST) => self.mark_namespaces_stale(),
-            (AsyncEventType::ERROR, _) => {
-                drive.with_admin(|admin| log_pages::error_information(admin, 1, false))?;
+            (_, LogPageId::CHANGED_NAMESPACE_LIST) => {
+                warn!("Drive {name}: {event:?}");
+                self.mark_namespaces_stale();
             }
-            // A drive that chooses its events itself may raise others, such as notices about firmware, telemetry and
-            // endurance groups. Until their log page is read, it raises no event of that type, so no notice about namespaces.
-            (_, lid) => drive.with_admin(|admin| log_pages::clear_event(admin, lid))?,
+            (_, lid) => self.clear_later(event, lid),
         }
         Ok(())
+    }
+
+    /// Has an event cleared that was not asked for, after a delay. Until its log page is read, the drive raises no event of that
+    /// type, such as notices about namespaces.
+    fn clear_later(&mut self, event: AsyncEvent, lid: LogPageId) {
+        let drive = &self.drive;
+        let name = drive.backing.name();
+        // A drive that raises the event again after each read must not fill the log.
+        match self.seen_events.insert(event.0) {
+            true => warn!("Drive {name}: {event:?}"),
+            false => debug!("Drive {name}: {event:?}"),
+        }
+        let is_firmware = event.event_type() == AsyncEventType::NOTICE
+            && NoticeEvent(event.info()) == NoticeEvent::FIRMWARE_ACTIVATION_STARTING;
+        let delay = match is_firmware {
+            // After this event, the drive pauses, and a command that it does not answer would lead to a reset.
+            true => longest_pause(&drive.identity.controller, drive.options.command_timeout),
+            false => CLEAR_DELAY,
+        };
+        if !self.uncleared_events.iter().any(|(other, _)| *other == lid) {
+            let due = Deadline::after(&self.clock, delay);
+            self.uncleared_events.push((lid, due));
+        }
+    }
+
+    /// Clears events that were not asked for, once their delay has passed.
+    fn clear_events(&mut self) {
+        let drive = &self.drive;
+        self.uncleared_events.retain(|(lid, due)| {
+            let is_due = due.has_passed();
+            if is_due
+                && let Err(error) = drive.with_admin(|admin| log_pages::clear_event(admin, *lid))
+            {
+                let name = drive.backing.name();
+                debug!("Drive {name}: the event with log page {lid:?} cannot be cleared: {error}");
+            }
+            !is_due
+        });
     }
 
     /// Records that some namespaces may have changed.

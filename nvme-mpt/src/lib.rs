@@ -28,7 +28,8 @@
 //!
 //! use nvme_guest::rate_limit::RateLimits;
 //! use nvme_guest::{
-//!     AdaptivePolicies, ControllerBackend, DoorbellMode, DoorbellStride, Gpa, MemoryKinds, MemoryRegion,
+//!     AdaptivePolicies, ControllerBackend, DoorbellMode, DoorbellStride, Gpa, MemoryBackend, MemoryKinds,
+//!     MemoryRegion,
 //! };
 //! use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 //! use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};

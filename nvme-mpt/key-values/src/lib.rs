@@ -50,7 +50,7 @@
 //!     queue.reap_into(memory, &mut done);
 //!     done[0].status
 //! };
-//! assert_eq!(run(KvOpcode::EXIST), Status::KV_KEY_DOES_NOT_EXIST);
+//! assert_eq!(run(KvOpcode::EXIST), Status::KV_KEY_DOES_NOT_EXIST.with_dnr(true));
 //! // Value Size is 0: an empty value.
 //! assert_eq!(run(KvOpcode::STORE), Status::SUCCESS);
 //! assert_eq!(run(KvOpcode::EXIST), Status::SUCCESS);

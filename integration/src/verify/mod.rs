@@ -45,9 +45,9 @@ pub struct VerifyOptions {
     /// Only the end-to-end tests with this in their name
     #[arg(long, value_name = "FILTER")]
     e2e_filter: Option<String>,
-    /// Omits the end-to-end tests with this in their name, such as `modes`, which step `guest` runs
-    #[arg(long, value_name = "FILTER")]
-    e2e_skip: Option<String>,
+    /// Omits the end-to-end tests with any of these in their name, such as `modes`, which step `guest` runs
+    #[arg(long, value_name = "FILTER,…", value_delimiter = ',')]
+    e2e_skip: Vec<String>,
     /// Only the tests in the lab with this in their name
     #[arg(long, value_name = "FILTER")]
     lab_filter: Option<String>,

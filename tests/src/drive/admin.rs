@@ -3,7 +3,7 @@
 use super::data;
 use super::faults::AbortReaction;
 use super::queues::{Cq, Sq};
-use super::{Controller, DoorbellBufferUse, ModelCommand};
+use super::{Controller, DoorbellBufferUse, ModelCommand, UnreadEvent};
 use crate::admin::{feature, log};
 use crate::command::{Sqe, admin};
 use crate::identify::IDENTIFY_SIZE;
@@ -267,11 +267,7 @@ impl Controller {
         let answer = self.send(sqe, &page[offset..]);
         let retain = sqe.cdw(10) & 1 << 15 != 0;
         if !retain && answer.is_ok() {
-            self.events_masked &= !match id {
-                log::ERROR => 1 << 0,
-                log::SMART => 1 << 1,
-                _ => 1 << 2,
-            };
+            self.unread_events.retain(|event| event.log_page != id);
             if id == log::CHANGED_NAMESPACES {
                 self.changed_namespaces.clear();
             }
@@ -295,12 +291,18 @@ impl Controller {
     /// Completes Asynchronous Event Requests with queued events. After an event, its type is masked until the host reads
     /// its log page.
     pub(super) fn report_events(&mut self) {
-        let tellable = |event: &u32| self.events_masked & 1 << (event & 0b111) == 0;
+        let kind = |event: &u32| (event & 0b111) as u8;
+        let tellable = |event: &u32| {
+            let mut unread = self.unread_events.iter();
+            unread.all(|masking| masking.kind != kind(event))
+        };
         if let Some(index) = self.events.iter().position(tellable)
             && let Some(cid) = self.event_requests.pop_front()
             && let Some(event) = self.events.remove(index)
         {
-            self.events_masked |= 1 << (event & 0b111);
+            let log_page = (event >> 16) as u8;
+            let kind = kind(&event);
+            self.unread_events.push(UnreadEvent { kind, log_page });
             let request = Sqe::new(admin::ASYNC_EVENT_REQUEST, 0).with_cid(cid);
             self.complete(0, &request, Ok(event), false);
             self.post_waiting();

@@ -265,13 +265,13 @@ impl ModelDrive {
         self.controller().events.push_back(event);
     }
 
-    /// Reports Firmware Activation Starting, and pauses processing right after the event.
+    /// Reports Firmware Activation Starting, and stops processing right after the event. CSTS.PP follows by [`Self::pause`].
     pub fn start_firmware_activation(&self) {
         let mut controller = self.controller();
         let event = 2 | 1 << 8 | u32::from(log::FIRMWARE_SLOT) << 16;
         controller.events.push_back(event);
         controller.report_events();
-        (controller.hung, controller.paused) = (true, true);
+        controller.hung = true;
     }
 
     /// Makes the media read only, and reports it as a critical warning. Writes still have to be failed by a fault.

@@ -233,6 +233,15 @@ struct ModelCommand {
 /// Hook that changes the data that an admin command returns.
 pub type Forger = dyn FnMut(&Sqe, &mut Vec<u8>) + Send;
 
+/// Asynchronous event that was reported.
+#[derive(Clone, Copy, Debug)]
+struct UnreadEvent {
+    /// Asynchronous Event Type.
+    kind: u8,
+    /// Log page whose read clears the event.
+    log_page: u8,
+}
+
 /// Controller state, which the drive's thread and register accesses share.
 struct Controller {
     options: Options,
@@ -273,8 +282,8 @@ struct Controller {
     shadow: Option<[u64; 2]>,
     event_requests: VecDeque<u16>,
     events: VecDeque<u32>,
-    /// Event types that are masked: an event was reported, and its log page was not read since.
-    events_masked: u8,
+    /// Reported events whose log page was not read since. They mask all events of their type.
+    unread_events: Vec<UnreadEvent>,
     event_config: u32,
     // State that a reset does not clear.
     changed_namespaces: Vec<u32>,
@@ -323,7 +332,7 @@ impl Controller {
             shadow: None,
             event_requests: VecDeque::new(),
             events: VecDeque::new(),
-            events_masked: 0,
+            unread_events: Vec::new(),
             event_config: 0,
             changed_namespaces: Vec::new(),
             critical_warning: 0,

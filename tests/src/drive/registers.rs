@@ -202,7 +202,7 @@ impl Controller {
         self.shadow = None;
         self.event_requests.clear();
         self.events.clear();
-        self.events_masked = 0;
+        self.unread_events.clear();
         self.event_config = 0;
         self.doorbells.discard_stores();
     }

@@ -210,9 +210,13 @@ fn firmware_that_is_activated_causes_no_reset() {
     let host = Host::with(options, Duration::from_secs(10));
     let machine = host.machine(&Setup::nth(0));
     let mut controller = listening(&machine);
+    let timeout = Duration::from_secs(2);
+    host.model.set_admin_timeout(Some(timeout));
     host.model.start_firmware_activation();
-    // Longer than the timeout of an admin command.
-    std::thread::sleep(Duration::from_secs(7));
+    // The driver gets the event before it can see the pause.
+    std::thread::sleep(Duration::from_millis(300));
+    host.model.pause();
+    std::thread::sleep(2 * timeout);
     host.model.resume();
     host.model.resize(1, LEASE / 512);
     expect_namespace_event(&mut controller);

@@ -36,7 +36,7 @@ use nvme_mpt_memory::deadline::{Deadline, WaitClock};
 use nvme_mpt_memory::eventfd;
 use nvme_mpt_memory::sync::JoinHandle;
 use nvme_spec::admin::AbortCommand;
-use nvme_spec::event::{AsyncEvent, AsyncEventType, NoticeEvent};
+use nvme_spec::event::{AsyncEvent, AsyncEventType};
 use nvme_spec::identify::IdentifyController;
 use nvme_spec::ids::{CommandId, Nsid, QueueId};
 use nvme_spec::log::LogPageId;
@@ -55,7 +55,9 @@ const CHECKS_PER_MEMORY_CHECK: u32 = 2;
 const ABORT_GRACE: Duration = Duration::from_secs(1);
 const ABORT_CHECKS: u32 = 5;
 
-/// Delay before an event is cleared that was not asked for. It bounds the work for a drive that raises it again after each read.
+/// Delay before an event is cleared that was not asked for. It bounds the work for a drive that raises the event again after each
+/// read. After Firmware Activation Starting, the drive pauses at once: by the end of the delay, the monitor has seen the pause and
+/// sends nothing until it ends.
 const CLEAR_DELAY: Duration = Duration::from_secs(1);
 
 /// Returns the maximum time for which a drive may pause processing (CSTS.PP). `deadline` is the timeout of a command.
@@ -119,7 +121,7 @@ pub(super) fn start(
         memory_check: None,
         pause: None,
         uncleared_events: Vec::new(),
-        seen_events: BTreeSet::new(),
+        logged_events: BTreeSet::new(),
     };
     let work = move || while monitor.run_interval() {};
     threads.spawn("nvme-monitor", Box::new(work))
@@ -162,8 +164,8 @@ struct DriveMonitor {
     pause: Option<Deadline>,
     /// Log pages of events that were not asked for, with the times at which they are read to clear the events.
     uncleared_events: Vec<(LogPageId, Deadline)>,
-    /// Events that were not asked for and have been logged, as dword 0 of their completions.
-    seen_events: BTreeSet<u32>,
+    /// Types and infos of events that were not asked for and have been logged.
+    logged_events: BTreeSet<(AsyncEventType, u8)>,
 }
 
 impl DriveMonitor {
@@ -414,9 +416,12 @@ impl DriveMonitor {
                 drive.with_admin(|admin| log_pages::smart_health(admin, false))?;
                 drive.report_event(DriveEvent::Health);
             }
-            // The list is read by `check_namespaces`, which clears the event.
-            (_, LogPageId::CHANGED_NAMESPACE_LIST) => {
+            (_, lid @ LogPageId::CHANGED_NAMESPACE_LIST) => {
                 warn!("Drive {name}: {event:?}");
+                // `check_namespaces` reads the list of a drive that declares it, and so clears the event.
+                if !drive.identity.controller.oaes.namespace_attribute() {
+                    self.clear_later(event, lid);
+                }
                 self.mark_namespaces_stale();
             }
             (_, lid) => self.clear_later(event, lid),
@@ -424,30 +429,26 @@ impl DriveMonitor {
         Ok(())
     }
 
-    /// Has an event cleared that was not asked for, after a delay. Until its log page is read, the drive raises no event of that
-    /// type, such as notices about namespaces.
+    /// Schedules the read of an event's log page. For events that the driver did not ask for, but that mask others: until the
+    /// page is read, the drive raises no event of that type, such as a notice about namespaces.
     fn clear_later(&mut self, event: AsyncEvent, lid: LogPageId) {
         let drive = &self.drive;
         let name = drive.backing.name();
         // A drive that raises the event again after each read must not fill the log.
-        match self.seen_events.insert(event.0) {
+        match self
+            .logged_events
+            .insert((event.event_type(), event.info()))
+        {
             true => warn!("Drive {name}: {event:?}"),
             false => debug!("Drive {name}: {event:?}"),
         }
-        let is_firmware = event.event_type() == AsyncEventType::NOTICE
-            && NoticeEvent(event.info()) == NoticeEvent::FIRMWARE_ACTIVATION_STARTING;
-        let delay = match is_firmware {
-            // After this event, the drive pauses, and a command that it does not answer would lead to a reset.
-            true => longest_pause(&drive.identity.controller, drive.options.command_timeout),
-            false => CLEAR_DELAY,
-        };
         if !self.uncleared_events.iter().any(|(other, _)| *other == lid) {
-            let due = Deadline::after(&self.clock, delay);
+            let due = Deadline::after(&self.clock, CLEAR_DELAY);
             self.uncleared_events.push((lid, due));
         }
     }
 
-    /// Clears events that were not asked for, once their delay has passed.
+    /// Reads the log pages of [`Self::clear_later`] whose delay has passed.
     fn clear_events(&mut self) {
         let drive = &self.drive;
         self.uncleared_events.retain(|(lid, due)| {

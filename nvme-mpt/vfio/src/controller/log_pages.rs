@@ -79,7 +79,7 @@ pub(super) fn error_information(
 
 /// Reads the beginning of a log page whose contents are not used, to clear its event.
 pub(super) fn clear_event(admin: &mut AdminQueue, lid: LogPageId) -> Result<(), ControllerError> {
-    // Telemetry pages are read in units of 512 bytes (Base 2.0, section 5.16.1.8).
+    // Telemetry pages are read in units of 512 bytes (Base 2.0, section 5.16.1).
     let mut beginning = [0; 512];
     let len = beginning.len();
     read_log_page(admin, lid, len, false, &mut beginning)

@@ -5,7 +5,7 @@
 //!
 //! [`DoctorReport::test_namespace`] overwrites a namespace with the operator's consent: see [`scratch`].
 //!
-//! `host` has the checks of the host, `drive` those of a drive, and `report` their results.
+//! Module `host` checks the host, `drive` checks a drive, and `report` has the types of their results.
 //!
 //! # Example
 //!

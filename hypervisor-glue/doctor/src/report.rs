@@ -59,7 +59,7 @@ impl DoctorCheck {
         }
     }
 
-    /// Creates a check whose requirement is met.
+    /// Creates the result of a check that found no problem.
     #[must_use]
     pub fn ok(name: impl Into<String>, finding: impl Into<String>) -> Self {
         Self::new(name, CheckOutcome::Ok, finding)

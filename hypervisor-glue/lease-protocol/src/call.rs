@@ -1,15 +1,15 @@
 //! Calls of a back end as requests. The VMM sends requests, and the server answers each with one reply.
 //!
 //! The list below is the only place that names a request. An entry has the name and the arguments of a method of
-//! [`ControllerBackend`](nvme_guest::ControllerBackend), the type of the reply, and what the server does for it. From the
-//! entry come
+//! [`ControllerBackend`](nvme_guest::ControllerBackend), the type of the reply, and the code that the server runs. Each
+//! entry generates
 //!
 //! - the message `{"NAME":{"ARGUMENT":…}}`, a variant of [`BackendRequest`];
 //! - the server's side, in [`BackendRequest::answer`];
 //! - the VMM's side: the function of this module that has the entry's name and returns a [`BackendCall`].
 //!
-//! A method that no message calls has no entry. [`RemoteBackend`](crate::RemoteBackend) sends the requests, and decides what a
-//! method does without a server.
+//! Methods that need no message have no entry. [`RemoteBackend`](crate::RemoteBackend) sends the requests. Without a server, it
+//! alone decides the result.
 
 use std::marker::PhantomData;
 use std::time::Duration;

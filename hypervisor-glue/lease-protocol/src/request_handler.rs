@@ -1,4 +1,5 @@
-//! The server's side of a VMM's requests: what a request needs beside the back end.
+//! State of a connection on the server's side that requests use in addition to the back end: descriptors, doorbell wakers and
+//! vectors.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -44,8 +44,8 @@ enum ServerConnectionState {
     Open(Arc<LeaseChannel>),
     /// The server is lost and reads no more requests. It closes the connection after it has ended the lease.
     Ending(Arc<LeaseChannel>),
-    /// The server did not answer in time, or violated the protocol. Nothing is sent to it any more, but it may still carry out
-    /// commands.
+    /// The server did not answer in time, or violated the protocol. The function sends it no further request, but it may
+    /// still carry out commands.
     Failed(Arc<LeaseChannel>),
     /// The connection has ended, but the drive may still carry out commands of the function: for a killed server, the kernel
     /// closes the sockets before the drive.

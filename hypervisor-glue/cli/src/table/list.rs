@@ -72,7 +72,7 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
     })
 }
 
-/// Joins texts into indented lines of at most [`WIDTH`] columns. A text that is wider itself gets a line of its own.
+/// Joins texts into indented lines of at most [`WIDTH`] columns. A text of more columns gets a line for itself.
 fn fill_lines(parts: impl Iterator<Item = String>) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for part in parts {

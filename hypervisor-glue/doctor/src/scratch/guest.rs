@@ -216,7 +216,7 @@ struct GuestMachine {
     io: QueuePairRings,
 }
 
-/// A guest whose function was saved and ended.
+/// Guest without a function: its memory, and the saved state from which its next function is restored.
 pub(super) struct SuspendedGuest {
     machine: GuestMachine,
     state: Vec<u8>,

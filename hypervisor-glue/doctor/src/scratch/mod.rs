@@ -1,4 +1,4 @@
-//! `nvme-mpt doctor DRIVE --scratch NSID`: tests two functions on leases of a namespace, whose data is overwritten.
+//! `nvme-mpt doctor DRIVE --scratch NSID`: overwrites a namespace to test two functions with leases of it.
 //!
 //! Both functions are in this process. Each has a guest with its own memory, queues and mapped doorbells. Read rates are
 //! measured with one queue pair and one poller.
@@ -144,7 +144,7 @@ pub enum ScratchError {
     },
 }
 
-/// Namespace whose data the operator allows to be erased, as shown to the operator.
+/// Namespace that the test erases, as the operator is shown it before the operator agrees.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ScratchNamespace {
     /// The drive.
@@ -292,7 +292,7 @@ fn read_disk_head(path: &PathBuf) -> Result<Vec<u8>, ScratchError> {
     }
 }
 
-/// Compares this project's measurements `own` with those of the host's block device.
+/// Compares read rates and latencies of a function (`own`) with those of the host's block device (`by_host`).
 fn compare_drivers(
     by_host: Result<ReadMeasurements, ScratchError>,
     own: &ReadMeasurements,

@@ -37,7 +37,7 @@ struct SentSegment {
     descriptors: Vec<OwnedFd>,
 }
 
-/// One of the two sides of a connection.
+/// State of one end of a connection.
 #[derive(Debug, Default)]
 struct ConnectionSide {
     other: u64,
@@ -192,7 +192,7 @@ fn part(most: usize) -> usize {
     }
 }
 
-/// One of the two sides of a connection.
+/// Handle of one end of a connection, by its number.
 #[derive(Debug)]
 pub struct Stream(u64);
 

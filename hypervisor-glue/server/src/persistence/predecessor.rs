@@ -70,8 +70,8 @@ const RELEASED: u8 = b'l';
 /// Message of a successor that serves all functions that it can restore.
 const SERVING: u8 = b's';
 
-/// Message of a successor that cannot take over. The reason follows as text. A successor of an earlier release ends without
-/// this message.
+/// Message of a successor that cannot take over. The reason follows as text. A successor that is killed ends without this
+/// message.
 const FAILED: u8 = b'f';
 
 /// Maximum length in bytes of the reason that follows [`FAILED`].
@@ -190,7 +190,7 @@ impl PredecessorProcess {
         }
         let reported_at = system::host_time();
         let mut paused_at = [0; 8];
-        // A predecessor of an earlier release does not send the time.
+        // The predecessor may end before it has sent the time.
         let paused_at = match socket.read_exact(&mut paused_at) {
             Ok(()) => Duration::from_nanos(u64::from_le_bytes(paused_at)),
             Err(_) => reported_at,
@@ -597,7 +597,7 @@ mod tests {
     #[test]
     fn a_successor_waits_for_the_end_of_a_server_without_early_release() {
         let paused_at = Duration::from_nanos(7);
-        // The first message is from an earlier release.
+        // The first server ends before it has sent the time.
         for words in [vec![ENDING], ends(paused_at)] {
             let mut command = Command::new("cat");
             command.stdin(Stdio::piped()).stdout(Stdio::null());

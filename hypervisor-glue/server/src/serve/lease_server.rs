@@ -1339,7 +1339,7 @@ mod tests {
     fn only_sockets_of_dead_servers_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         // The process id of this process, and a process id above the maximum. In another PID namespace, both may be ids of
-        // running servers. Servers of earlier releases have only the process id in the name.
+        // running servers.
         let numbers = [process::id().to_string(), "4194305".to_owned()];
         let socket = |server: &str| dir.path().join(format!("{server}.sock"));
         // The socket's name before it listens.

@@ -133,8 +133,8 @@ impl MemoryRefusal {
         }
     }
 
-    /// Returns the error for a region at `gpa` that is refused for this reason. It is an IOMMU error, because earlier releases
-    /// know no other variant for this case. Its kind `OutOfMemory` says that a retry may succeed once other functions have
+    /// Returns the error for a region at `gpa` that is refused for this reason. It is an IOMMU error, whose kind
+    /// `OutOfMemory` says that a retry may succeed once other functions have
     /// released memory.
     pub(super) fn into_region_error(self, gpa: Gpa, len: u64) -> DmaError {
         let source = io::Error::new(io::ErrorKind::OutOfMemory, self);

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 pub struct DriveIdentity {
     /// Current name, which leases, locks and guests use.
     pub name: String,
-    /// Other names that exactly these bytes have in this boot: the name by an earlier release, or the name before the drive
-    /// got a label. Ledger entries under these names are moved to `name`.
+    /// Other names that exactly these bytes have in this boot: the name before the drive got a label. Ledger entries under
+    /// these names are moved to `name`.
     pub former_names: Vec<String>,
     /// Names that the bytes would have if the host reported more or fewer of their attributes, such as no serial number.
     /// Data of an id under such a name refuses a lease, but never justifies one.

@@ -287,7 +287,7 @@ impl ConfigSpace {
         Ok(())
     }
 
-    /// Returns the layout of saved bytes. They may come from an earlier release, which offered fewer interrupt types.
+    /// Returns the layout of saved bytes. They may come from a function that offered fewer interrupt types.
     fn saved_layout(&self, saved: &[u8]) -> ConfigSpaceLayout {
         let ConfigSpaceLayout {
             doorbell_bytes: doorbells,

@@ -14,7 +14,7 @@ use crate::engine::{Engine, Outcome};
 use crate::mutations;
 use crate::regressions::{self, Regression};
 use crate::scenario::{self, Scenario};
-use crate::tenants;
+use crate::tenants::{self, TenantResults};
 
 /// Number of seeds that a child process runs.
 const BATCH: u64 = 25;
@@ -66,6 +66,9 @@ pub(crate) struct Options {
     /// Prints tables of the performance that tenants of a physical drive keep beside each other.
     #[arg(long)]
     tenants: bool,
+    /// File for the figure of these tables.
+    #[arg(long, requires = "tenants", value_name = "FILE")]
+    json: Option<PathBuf>,
     /// Runs these seeds in this process, on behalf of a parent process.
     #[arg(long, hide = true, num_args = 2)]
     batch: Option<Vec<u64>>,
@@ -422,7 +425,14 @@ fn print_tenants(options: &Options) -> ExitCode {
     };
     let began = Instant::now();
     let results = run_seeds(&options, 0..tenants::CELLS, None);
-    println!("{}", tenants::table(&results.tenant_lines));
+    let tenants = TenantResults::parse(&results.tenant_lines);
+    println!("{}", tenants.table());
+    if let Some(path) = &options.json
+        && let Err(error) = tenants.figure().write(path)
+    {
+        eprintln!("{error}");
+        return ExitCode::FAILURE;
+    }
     report(&options, &results, began.elapsed())
 }
 

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
 use nvme_guest::adaptive::PolicyChoice;
 use nvme_guest::rate_limit::{LeaseWeight, RateLimits};
 use nvme_guest::threads::{ThreadSpawner, start_thread};
@@ -695,7 +696,7 @@ pub(crate) fn run(seed: u64) {
     assert!(results.meets(bounds), "{cell}: {results}; {bounds}");
 }
 
-/// Returns the results of a seed's cell as a line, which [`table`] reads.
+/// Returns the results of a seed's cell as a line, which [`TenantResults::parse`] reads.
 pub(crate) fn result_line(seed: u64) -> String {
     let CellResults {
         rate,
@@ -721,46 +722,127 @@ impl FromStr for CellResults {
     }
 }
 
-/// Returns a Markdown table of the lines that [`result_line`] returned.
-pub(crate) fn table(lines: &[String]) -> String {
-    let results: BTreeMap<u64, CellResults> = lines
-        .iter()
-        .filter_map(|line| {
+/// Results of cells, by the cells' numbers.
+pub(crate) struct TenantResults(BTreeMap<u64, CellResults>);
+
+impl TenantResults {
+    /// Parses lines that [`result_line`] returned.
+    pub(crate) fn parse(lines: &[String]) -> Self {
+        let results = lines.iter().filter_map(|line| {
             let (seed, rest) = line.split_once(' ')?;
             Some((seed.parse().ok()?, rest.parse().ok()?))
-        })
-        .collect();
-    let mut text = String::new();
-    for (part, (tenant, [own, others])) in TENANTS.iter().enumerate() {
-        let columns = PAIRS.iter().flat_map(|pairs| {
-            let orders = ORDERS.iter();
-            orders.map(move |order| match order {
-                Order::RoundRobin => format!("{pairs}, turns"),
-                Order::Arrival => format!("{pairs}, arrival"),
-            })
         });
-        let columns: Vec<_> = columns.collect();
-        let title = format!("{} ({own}), beside ({others})", tenant.name);
-        let _infallible = writeln!(text, "| {title} | {} |", columns.join(" | "));
-        let _infallible = writeln!(text, "|---{}|", "|---".repeat(columns.len()));
-        for (row, neighbour) in NEIGHBOURS.iter().enumerate() {
-            let cells = (0..PAIRS.len())
-                .flat_map(|pairs| (0..ORDERS.len()).map(move |order| (pairs, order)));
-            let cells: Vec<_> = cells
-                .map(|(pairs, order)| {
-                    let seed = Cell::number([row, part, pairs, order]);
-                    let Some(found) = results.get(&seed) else {
-                        return "-".to_owned();
-                    };
-                    let bounds = Cell::for_seed(seed).bounds();
-                    let mark = if found.meets(bounds) { "" } else { " (!)" };
-                    let rate = 100.0 * found.rate;
-                    format!("{rate:.0}, {:.1}, {:.1}{mark}", found.p50, found.p99)
-                })
-                .collect();
-            let _infallible = writeln!(text, "| {} | {} |", neighbour.name, cells.join(" | "));
-        }
-        text.push('\n');
+        Self(results.collect())
     }
-    text
+
+    /// Returns Markdown tables, one for each kind of tenant. A cell has the rate in percent, p50 and p99, and a mark if it does
+    /// not meet its bounds.
+    pub(crate) fn table(&self) -> String {
+        let mut text = String::new();
+        for (part, (tenant, [own, others])) in TENANTS.iter().enumerate() {
+            let columns = PAIRS.iter().flat_map(|pairs| {
+                let orders = ORDERS.iter();
+                orders.map(move |order| match order {
+                    Order::RoundRobin => format!("{pairs}, turns"),
+                    Order::Arrival => format!("{pairs}, arrival"),
+                })
+            });
+            let columns: Vec<_> = columns.collect();
+            let title = format!("{} ({own}), beside ({others})", tenant.name);
+            let _infallible = writeln!(text, "| {title} | {} |", columns.join(" | "));
+            let _infallible = writeln!(text, "|---{}|", "|---".repeat(columns.len()));
+            for (row, neighbour) in NEIGHBOURS.iter().enumerate() {
+                let cells = (0..PAIRS.len())
+                    .flat_map(|pairs| (0..ORDERS.len()).map(move |order| (pairs, order)));
+                let cells: Vec<_> = cells
+                    .map(|(pairs, order)| {
+                        let seed = Cell::number([row, part, pairs, order]);
+                        let Some(found) = self.0.get(&seed) else {
+                            return "-".to_owned();
+                        };
+                        let bounds = Cell::for_seed(seed).bounds();
+                        let mark = if found.meets(bounds) { "" } else { " (!)" };
+                        let rate = 100.0 * found.rate;
+                        format!("{rate:.0}, {:.1}, {:.1}{mark}", found.p50, found.p99)
+                    })
+                    .collect();
+                let _infallible = writeln!(text, "| {} | {} |", neighbour.name, cells.join(" | "));
+            }
+            text.push('\n');
+        }
+        text
+    }
+
+    /// Returns a figure of all cells: for each order of the drive and each kind of tenant, the rate beside each neighbour, and
+    /// the p99 of the quiet tenant.
+    pub(crate) fn figure(&self) -> FigureData {
+        let rate = |results: &CellResults| 100.0 * results.rate;
+        let mut panels = Vec::new();
+        for (order, name) in ["in turns", "by arrival"].into_iter().enumerate() {
+            for (part, (tenant, [own, others])) in TENANTS.iter().enumerate() {
+                let who = match own == others {
+                    true => format!("{} tenant, drive {name}", tenant.name),
+                    false => format!(
+                        "{} tenant, weight {own} to {others}, drive {name}",
+                        tenant.name
+                    ),
+                };
+                panels.push(self.panel(
+                    &format!("Rate of a {who}"),
+                    "% of that alone",
+                    [part, order],
+                    rate,
+                ));
+                if part == 0 {
+                    let title = format!("p99 of a {who}");
+                    panels.push(
+                        self.panel(&title, "times that alone", [part, order], |results| {
+                            results.p99
+                        }),
+                    );
+                }
+            }
+        }
+        let command = "cargo simulate --tenants --json docs/figures/tenants.json";
+        FigureData {
+            machine: "any, as the time is simulated".to_owned(),
+            panels,
+            ..FigureData::on_this_machine(
+                "A tenant beside others, by behaviour and queue pairs of the drive",
+                command,
+            )
+        }
+    }
+
+    /// Returns a panel of the cells with these indices of tenant and order. The series are the numbers of queue pairs.
+    fn panel(
+        &self,
+        measured: &str,
+        unit: &str,
+        [part, order]: [usize; 2],
+        value: impl Fn(&CellResults) -> f64,
+    ) -> FigurePanel {
+        let rounded = |value: f64| (100.0 * value).round() / 100.0;
+        let series = PAIRS.iter().enumerate().map(|(pairs, count)| FigureSeries {
+            label: match count {
+                1 => "1 pair".to_owned(),
+                count => format!("{count} pairs"),
+            },
+            points: NEIGHBOURS
+                .iter()
+                .enumerate()
+                .filter_map(|(row, neighbour)| {
+                    let results = self.0.get(&Cell::number([row, part, pairs, order]))?;
+                    Some(FigurePoint::new(neighbour.name, rounded(value(results))))
+                })
+                .collect(),
+        });
+        FigurePanel {
+            measured: measured.to_owned(),
+            unit: unit.to_owned(),
+            plot: PlotKind::Bars,
+            log: false,
+            series: series.collect(),
+        }
+    }
 }

@@ -19,7 +19,7 @@ use nvme_mpt_server::stats::DriveStats;
 
 use crate::client::{Client, ClientWork, Contents, Counts, Outcome};
 use crate::fixture::{CheckEnvironment, Failure, await_that, expect, iommu_faults, sh, with_path};
-use crate::{ExpectedRefusals, Group, native};
+use crate::{ExpectedRefusals, Group, killed_servers, native};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "failures",
@@ -49,6 +49,9 @@ pub(crate) const GROUP: Group = Group::Inside {
             "a_hundred_kept_servers_are_killed_under_a_client",
             |bench| native::check_replacements(bench, ServerReplacement::Kill, 100),
         ),
+        ("a_hundred_servers_are_killed_beside_much_memory", |bench| {
+            killed_servers::beside_large_memory(bench, 100)
+        }),
         ("a_hundred_upgrades_reset_no_drive", |bench| {
             native::check_replacements(bench, ServerReplacement::Upgrade, 100)
         }),

@@ -35,6 +35,7 @@ mod hostile;
 mod init;
 mod iommu;
 mod isolation;
+mod killed_servers;
 mod late_memory;
 mod linux;
 mod native;

@@ -20,7 +20,7 @@ use crate::programs;
 const START_STOP_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Longest tolerated pause of the server or of a function's thread.
-const STALL_MAX: Duration = Duration::from_secs(180);
+const PAUSE_MAX: Duration = Duration::from_secs(180);
 
 /// Errors of the server.
 #[derive(Debug, Error)]
@@ -304,7 +304,7 @@ impl Server {
     /// # Errors
     /// The statistics cannot be read.
     pub fn function_stats(&self, id: &str) -> Result<FunctionStats, ServerError> {
-        let deadline = Instant::now() + STALL_MAX;
+        let deadline = Instant::now() + PAUSE_MAX;
         loop {
             let functions = self.stats()?.functions;
             if let Some(found) = functions.into_iter().find(|function| function.id == id) {
@@ -622,7 +622,7 @@ impl Drop for Server {
 
 /// Runs a command. Repeats it while the server does not answer in time; such a timeout changes nothing.
 fn run_in_time(command: impl Fn() -> Command) -> Result<String, ServerError> {
-    let deadline = Instant::now() + STALL_MAX;
+    let deadline = Instant::now() + PAUSE_MAX;
     loop {
         match process::run(&mut command()) {
             Err(ProcessError::Failed { tail, .. })

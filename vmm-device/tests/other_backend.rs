@@ -232,7 +232,7 @@ fn facts() -> LeaseFacts {
         can_be_damaged: false,
         unit_blocks: None,
         is_private: true,
-        learning: AdaptivePolicies::default(),
+        policies: AdaptivePolicies::default(),
     }
 }
 

@@ -92,11 +92,11 @@ impl AttachedLease {
             let LeaseFacts {
                 parks,
                 can_be_damaged,
-                learning,
+                policies,
                 ..
             } = attached.facts;
             let Self { dstrd, vectors, .. } = *attached;
-            (dstrd, vectors, parks, can_be_damaged, learning)
+            (dstrd, vectors, parks, can_be_damaged, policies)
         };
         self.id == promised.id
             && own(self) == own(promised)

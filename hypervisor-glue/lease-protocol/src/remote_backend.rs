@@ -924,7 +924,7 @@ mod tests {
             can_be_damaged: false,
             is_private: false,
             unit_blocks: None,
-            learning: AdaptivePolicies::default(),
+            policies: AdaptivePolicies::default(),
         }
     }
 

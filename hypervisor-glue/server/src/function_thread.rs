@@ -425,7 +425,7 @@ impl<D: ControlledDevice> FunctionThreadState<D> {
                 function_level: resets.function_level,
                 vmm: resets.vmm,
             },
-            stall: self.server.device().guest_pause(),
+            pause: self.server.device().guest_pause(),
         }
     }
 }

@@ -76,7 +76,7 @@ impl MappedDoorbells {
             should_be_mapped: false,
             is_refused: false,
             can_park: function.facts().parks,
-            policy: DoorbellMappingPolicy::new(function.facts().learning.doorbells, rate),
+            policy: DoorbellMappingPolicy::new(function.facts().policies.doorbells, rate),
             rate,
             stats: DoorbellMappingStats::default(),
         }))

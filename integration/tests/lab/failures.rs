@@ -209,12 +209,12 @@ impl Row {
 const HEADER: &str = "  failure                                      submitted  completed  retried  errors  \
                       withdrawn  lost  doubled  longest  other drive:  errors  longest  IOMMU\n\
                       \x20                                                              once                   \
-                                        stall     completed              stall  faults";
+                                        pause     completed              pause  faults";
 
 impl std::fmt::Display for Row {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (same_drive, other_drive) = (&self.same_drive, &self.other_drive);
-        let seconds = |longest_stall: Duration| format!("{:.2} s", longest_stall.as_secs_f64());
+        let seconds = |longest_pause: Duration| format!("{:.2} s", longest_pause.as_secs_f64());
         write!(
             f,
             "  {:<43} {:>10} {:>10} {:>8} {:>7} {:>10} {:>5} {:>8} {:>8} {:>13} {:>7} {:>8} {:>6}",
@@ -226,10 +226,10 @@ impl std::fmt::Display for Row {
             same_drive.withdrawn,
             same_drive.lost_commands() + other_drive.lost_commands(),
             same_drive.doubled + other_drive.doubled,
-            seconds(same_drive.longest_stall),
+            seconds(same_drive.longest_pause),
             other_drive.completed,
             other_drive.errors,
-            seconds(other_drive.longest_stall),
+            seconds(other_drive.longest_pause),
             self.iommu_faults,
         )
     }

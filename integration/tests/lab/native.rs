@@ -240,7 +240,7 @@ pub(crate) fn check_replacements(
     expect(unlike == 0, || format!("The client noticed: {counts:?}"))?;
     print_line(&format!(
         "        {how:?}: {servers} servers replaced, {} commands, I/O stood still for {:.1?} at most",
-        counts.completed, counts.longest_stall
+        counts.completed, counts.longest_pause
     ));
     inside::bind("a", "nvme")?;
     contents.check_device(&inside::block_device("a", 1)?, 0)

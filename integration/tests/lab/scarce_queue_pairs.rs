@@ -121,9 +121,9 @@ fn four_guests(bench: &CheckEnvironment) -> Result<(), Failure> {
     for ((start, id), outcome) in (0..).step_by(RANGE as usize).zip(GUESTS).zip(outcomes) {
         let counts = &outcome.counts;
         print_line(&format!(
-            "  {id}: {} commands on 2 queues, longest stall {:.0} ms",
+            "  {id}: {} commands on 2 queues, longest pause {:.0} ms",
             counts.completed,
-            counts.longest_stall.as_secs_f64() * 1e3
+            counts.longest_pause.as_secs_f64() * 1e3
         ));
         let all_well =
             counts.errors + counts.retried + counts.lost_commands() + counts.doubled == 0;

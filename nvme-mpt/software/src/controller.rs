@@ -131,7 +131,7 @@ impl SoftwareController<FileBackingStore> {
     /// # Errors
     /// Returns the kernel's error if the path cannot be opened.
     pub fn open_file(path: &Path, lba_shift: u8) -> io::Result<Self> {
-        Self::open_file_with_slices(path, lba_shift, PolicyChoice::Learned, None)
+        Self::open_file_with_slices(path, lba_shift, PolicyChoice::Adaptive, None)
     }
 
     /// Creates a drive over a file or a block device, like [`Self::open_file`]. Long deallocations are split into slices, whose

@@ -80,7 +80,7 @@ impl LocalBackend {
             Some(entry) => entry.poller.clone(),
             None => {
                 let neighbours = self.poller_locality(self.vectors.first().cloned());
-                let policies = self.facts.learning;
+                let policies = self.facts.policies;
                 self.pollers.choose_poller(
                     &self.poll,
                     policies,

@@ -299,7 +299,7 @@ impl LocalBackend {
             .pollers
             .choose_poller(
                 &self.poll,
-                self.facts.learning,
+                self.facts.policies,
                 neighbours,
                 self.blocking_drive(),
             )
@@ -322,7 +322,7 @@ impl LocalBackend {
         let coalescer = InterruptCoalescer::new(
             interrupt,
             self.coalescing.clone(),
-            self.facts.learning.moderation,
+            self.facts.policies.coalescing,
             TickRate::measured(),
         );
         let used_table = self.context.tables.register(poller.waker().clone());

@@ -403,7 +403,7 @@ mod tests {
         let shared = place_in(&pollers, &PollPolicy::default()).expect("thread");
         assert_eq!(pollers.stats().len(), 2);
         // Policies of the poller itself, such as `spin`, need separate pollers; other policies do not.
-        assert!(Arc::ptr_eq(&shared, &place("moderation+governor")));
+        assert!(Arc::ptr_eq(&shared, &place("coalescing+governor")));
         assert!(!Arc::ptr_eq(&shared, &place("spin+governor")));
         assert_eq!(pollers.stats().len(), 3);
     }

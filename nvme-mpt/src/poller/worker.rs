@@ -743,8 +743,8 @@ impl PollerThread {
         let early = spin.spin_lead();
         let due_soon = rate.ticks(early);
         let mut spin_time = SpinTime::new(policies.spin, rate);
-        let mut backoff = PreemptionBackoff::new(policies.courtesy, rate);
-        let poll_interval = PollInterval::new(policies.looks);
+        let mut backoff = PreemptionBackoff::new(policies.preemption_backoff, rate);
+        let poll_interval = PollInterval::new(policies.poll_interval);
         let mut idle_since = None;
         // Like `idle_since`, but starts again after each sleep.
         let mut spin_since = None;

@@ -376,7 +376,7 @@ impl World {
             },
             // The policy for interrupt coalescing is fixed: its experiments would dominate p99.
             adaptive: AdaptivePolicies {
-                moderation: PolicyChoice::Fixed,
+                coalescing: PolicyChoice::Fixed,
                 ..AdaptivePolicies::default()
             },
             ..config(

@@ -14,7 +14,7 @@ const PAUSE: u64 = 500;
 
 /// Executes commands one by one, with random pauses.
 ///
-/// The spin time is fixed at a fifth of the longest pause. An adaptive poller would learn to spin through all pauses, and would
+/// The spin time is fixed at a fifth of the longest pause. An adaptive poller would spin through all pauses, and would
 /// not sleep.
 fn pauses(host: &Host, setup: Setup, commands: u64) {
     let setup = setup.with_fixed_policies("spin");

@@ -13,7 +13,7 @@ use crate::fixtures::{self, DATA, MEMORY, QUEUE_PAIRS, TestGuest, UNMAPPED};
 const IO_CQ: u64 = DATA + 0x10_0000;
 const IO_SQ: u64 = DATA + 0x11_0000;
 
-/// Waits for an action of another thread. Counts polls instead of time, so a machine that stalls does not fail the test.
+/// Waits for an action of another thread. Counts polls instead of time, so a machine that pauses does not fail the test.
 #[track_caller]
 fn wait_for(mut condition: impl FnMut() -> bool) {
     for _ in 0..180_000 {

@@ -349,7 +349,7 @@ fn function_stats(all: bool) -> FunctionStats {
             function_level: 1,
             vmm: 1,
         },
-        stall: all.then_some(GuestPause {
+        pause: all.then_some(GuestPause {
             cause: GuestPauseCause::Upgrade,
             seconds: 1.0,
         }),
@@ -530,7 +530,7 @@ fn the_page_has_each_word() {
     let uses = all_variants!(HostQueueUse: Reserved, Exclusive, Shared);
     check("queue", "host_queue", &uses);
     let causes = all_variants!(GuestPauseCause: Upgrade, Crash, Restart);
-    check("stall", "cause", &causes);
+    check("pause", "cause", &causes);
     let outcomes = all_variants!(CheckOutcome: Ok, Warning, Problem, NotChecked);
     check("check", "outcome", &outcomes);
 

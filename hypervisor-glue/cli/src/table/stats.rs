@@ -86,7 +86,7 @@ fn function_table(function: &FunctionStats) -> impl fmt::Display {
                 function.admin.aborts
             )?;
         }
-        if let Some(GuestPause { cause, seconds }) = function.stall {
+        if let Some(GuestPause { cause, seconds }) = function.pause {
             let when = match cause {
                 GuestPauseCause::Upgrade => "at the upgrade to this server",
                 GuestPauseCause::Crash => "after a crash, from the start of this server",
@@ -94,7 +94,7 @@ fn function_table(function: &FunctionStats) -> impl fmt::Display {
                     "after the end of a server, from the start of this server"
                 }
             };
-            writeln!(f, "  stall: {:.1} ms {when}", seconds * 1e3)?;
+            writeln!(f, "  pause: {:.1} ms {when}", seconds * 1e3)?;
         }
         write!(f, "{}\n{}", count_table(function), latency_table(function))
     })
@@ -286,7 +286,7 @@ mod tests {
             "  doorbells shadow, socket /run/a.sock",
             "  processor time of pollers: 2.346 s",
             "  resets: 2 controller, 1 function-level, 0 VMM; Abort commands: 1",
-            "  stall: 12.5 ms at the upgrade to this server",
+            "  pause: 12.5 ms at the upgrade to this server",
             "  queue  commands      read   written  errors  doorbell exits  interrupts",
             "  admin        23                                          40           9",
             "      1   1234567  4.71 GiB  4.00 KiB       0              12       34567",

@@ -359,6 +359,41 @@ fn tests_that_documents_name_exist() {
     }
 }
 
+#[test]
+fn tests_that_make_figures_exist() {
+    let mut text = String::new();
+    sources(&workspace(), &mut text);
+    let names = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    let names: BTreeSet<&str> = names.collect();
+    let mut checked = 0;
+    for entry in workspace().join("docs/figures").read_dir().unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|extension| extension != "json") {
+            continue;
+        }
+        let figure: serde_json::Value =
+            serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+        let command = figure["command"].as_str().unwrap();
+        if !command.starts_with("cargo test ") {
+            continue;
+        }
+        // The filters are the beginnings of names of tests and modules. Packages, options and other words have no underscore.
+        let filters = command
+            .split([' ', '(', ')', ','])
+            .filter(|word| word.contains('_') && !word.starts_with('-'))
+            .flat_map(|word| word.split("::"));
+        for filter in filters {
+            let path = path.display();
+            assert!(
+                names.iter().any(|name| name.starts_with(filter)),
+                "{path}: no name in the sources begins with {filter}"
+            );
+            checked += 1;
+        }
+    }
+    assert!(checked > 10, "{checked}");
+}
+
 /// Returns the directories that `docs/neighbours.md` abbreviates by letters, each with its letter.
 fn dirs(page: &str) -> Vec<(String, String)> {
     let paths = page

@@ -1803,7 +1803,7 @@ fn pauses_are_measured_and_reset_counts_continue() {
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, false);
     guest.controller.reset().unwrap();
     let before = measurement();
-    assert!(before["stall"].is_null(), "{before}");
+    assert!(before["pause"].is_null(), "{before}");
     assert_eq!(before["resets"]["controller"], 1, "{before}");
     for end in ["upgrade", "crash"] {
         match end {
@@ -1812,8 +1812,8 @@ fn pauses_are_measured_and_reset_counts_continue() {
         }
         let after = measurement();
         assert!(!has_aio(&supervised.server_pid().unwrap()));
-        assert_eq!(after["stall"]["cause"], end, "{after}");
-        let seconds = after["stall"]["seconds"].as_f64().unwrap();
+        assert_eq!(after["pause"]["cause"], end, "{after}");
+        let seconds = after["pause"]["seconds"].as_f64().unwrap();
         assert!(seconds > 0.0 && seconds < TIMEOUT.as_secs_f64(), "{after}");
         assert_eq!(after["resets"], before["resets"]);
     }
@@ -1822,7 +1822,7 @@ fn pauses_are_measured_and_reset_counts_continue() {
     supervised.kill_server();
     let after = measurement();
     assert!(!has_aio(&supervised.server_pid().unwrap()));
-    assert!(after["stall"].is_null(), "no VMM waited: {after}");
+    assert!(after["pause"].is_null(), "no VMM waited: {after}");
     supervised.stop();
 }
 

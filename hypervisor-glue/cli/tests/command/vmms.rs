@@ -789,7 +789,7 @@ fn a_vmms_function_continues_with_the_next_server() {
             let has_function = |stats: &str| stats.contains("\"id\":\"first\"");
             let stats = bench.ask_until("stats", &["--json"], has_function);
             let stats: serde_json::Value = serde_json::from_str(&stats.unwrap()).unwrap();
-            let pause = &stats["functions"][0]["stall"];
+            let pause = &stats["functions"][0]["pause"];
             assert_eq!(pause["cause"], "restart", "{stats}");
             assert_eq!(vmm.pass(), "passed");
             assert_eq!(vmm.order("read"), "passed");

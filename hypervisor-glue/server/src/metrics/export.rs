@@ -294,23 +294,23 @@ fn write_resets(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) ->
 }
 
 fn write_pauses(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) -> fmt::Result {
-    let stalls = functions.iter().filter_map(|function| {
-        let pause = function.stall?;
+    let pauses = functions.iter().filter_map(|function| {
+        let pause = function.pause?;
         let labels = [
             ("function", function.id.as_str()),
             ("cause", pause.cause.label()),
         ];
         Some((labels, pause.seconds))
     });
-    let mut stalls = stalls.peekable();
-    if stalls.peek().is_none() {
+    let mut pauses = pauses.peekable();
+    if pauses.peek().is_none() {
         return Ok(());
     }
     let help = "Time without a server for the function's queues, until this server restored them; after a crash or a \
          restart, from the start of this server";
     let unit = Some(&Unit::Seconds);
-    let mut metric = out.encode_descriptor("function_stall", help, unit, MetricType::Gauge)?;
-    for (labels, seconds) in stalls {
+    let mut metric = out.encode_descriptor("function_pause", help, unit, MetricType::Gauge)?;
+    for (labels, seconds) in pauses {
         ConstGauge::new(seconds).encode(metric.encode_family(&labels)?)?;
     }
     Ok(())
@@ -587,7 +587,7 @@ pub(super) mod tests {
             "nvme_mpt_lease_processor_seconds_total{lease=\"vm-1\",drive=\"0000:01:00.0\"} 2.345678",
             "nvme_mpt_function_resets_total{function=\"vm-1\",kind=\"controller\"} 2",
             "nvme_mpt_function_resets_total{function=\"vm-1\",kind=\"function-level\"} 1",
-            "nvme_mpt_function_stall_seconds{function=\"vm-1\",cause=\"upgrade\"} 0.0125",
+            "nvme_mpt_function_pause_seconds{function=\"vm-1\",cause=\"upgrade\"} 0.0125",
             "nvme_mpt_function_aborts_total{function=\"vm-1\"} 1",
             "nvme_mpt_poller_processor_seconds_total{poller=\"poll-shared-0\"} 4.25",
             "nvme_mpt_drive_resets_total{drive=\"0000:01:00.0\"} 1",
@@ -607,7 +607,7 @@ pub(super) mod tests {
         let mut snapshot = full();
         let function = &mut snapshot.stats.functions[0];
         function.process = Some(4711);
-        function.stall = Some(GuestPause {
+        function.pause = Some(GuestPause {
             cause: GuestPauseCause::Restart,
             seconds: 0.25,
         });
@@ -615,7 +615,7 @@ pub(super) mod tests {
         let text = snapshot.into_text(MetricsFormat::OpenMetrics);
         for line in [
             "nvme_mpt_lease_processor_seconds_total{lease=\"vm-1\",drive=\"0000:01:00.0\"} 2.345678",
-            "nvme_mpt_function_stall_seconds{function=\"vm-1\",cause=\"restart\"} 0.25",
+            "nvme_mpt_function_pause_seconds{function=\"vm-1\",cause=\"restart\"} 0.25",
         ] {
             assert!(text.lines().any(|other| other == line), "{line}\n{text}");
         }

@@ -217,7 +217,7 @@ impl ServerPersistence {
         let Some(store) = store.filter(FdStoreClient::can_store) else {
             return Ok(None);
         };
-        let mut stall_begin = GuestPauseStart {
+        let mut pause_start = GuestPauseStart {
             cause: GuestPauseCause::Crash,
             time: system::host_time(),
         };
@@ -230,20 +230,20 @@ impl ServerPersistence {
             let (at, server) = predecessor
                 .await_hand_over()
                 .map_err(PersistenceError::from)?;
-            stall_begin = GuestPauseStart {
+            pause_start = GuestPauseStart {
                 cause: GuestPauseCause::Upgrade,
                 time: at,
             };
             leaving = Some(server);
         }
-        let persistence = Self::read(store, inherited, stall_begin, leaving)?;
+        let persistence = Self::read(store, inherited, pause_start, leaving)?;
         Ok(Some(Arc::new(persistence)))
     }
 
     fn read(
         store: FdStoreClient,
         mut inherited: InheritedDescriptors,
-        stall_begin: GuestPauseStart,
+        pause_start: GuestPauseStart,
         leaving: Option<ReleasedPredecessor>,
     ) -> Result<Self, PersistenceError> {
         let registry = Arc::new(FdStoreRegistry::new(store));
@@ -335,7 +335,7 @@ impl ServerPersistence {
             registry,
             is_being_adopted: AtomicBool::new(false),
             state,
-            pause_start: stall_begin,
+            pause_start,
             predecessor: leaving,
         })
     }

@@ -212,11 +212,11 @@ impl LeaseTable {
         access: SocketAccess,
         ledgers: Arc<LeaseLedgers>,
         pollers: Arc<PollerPool>,
-        stall_begin: GuestPauseStart,
+        pause_start: GuestPauseStart,
     ) -> Arc<Self> {
         Arc::new(Self {
             access,
-            pause_start: stall_begin,
+            pause_start,
             ledgers,
             pollers,
             socket: socket_path(state_dir, &server_name()),
@@ -373,7 +373,7 @@ impl LeaseTable {
                 latency: stats.latency,
                 errors: stats.errors,
                 processor_seconds: stats.processor_seconds,
-                stall: lease.guest_pause,
+                pause: lease.guest_pause,
                 ..FunctionStats::default()
             };
             found.insert(lease.entry.id.clone(), stats);
@@ -1269,7 +1269,7 @@ mod tests {
             else {
                 panic!("no lease");
             };
-            let pause = table.stats()[0].stall;
+            let pause = table.stats()[0].pause;
             let parts = persisted_parts(&*host);
             let gone = table.connections().remove(&0);
             drop((gone, host));

@@ -490,14 +490,14 @@ fn start(
             .with_spare_store(persistence.spares().clone()),
         None => ledgers,
     });
-    let stall_begin = GuestPauseStart::for_vmms(persistence.as_deref());
+    let pause_start = GuestPauseStart::for_vmms(persistence.as_deref());
     let mut registry = FunctionRegistry::new(ServerContext {
         leases: LeaseTable::new(
             &state_dir,
             access,
             ledgers.clone(),
             pollers.clone(),
-            stall_begin,
+            pause_start,
         ),
         ledgers,
         pollers,

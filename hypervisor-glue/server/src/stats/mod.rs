@@ -222,7 +222,7 @@ pub struct FunctionStats {
     /// Pause of the guest that ended when this server restored the function; `None` if this server did not restore the
     /// function.
     #[serde(default)]
-    pub stall: Option<GuestPause>,
+    pub pause: Option<GuestPause>,
 }
 
 /// Time during which no server processed a function's queues.
@@ -469,7 +469,7 @@ pub(crate) mod tests {
         for key in ["p50", "p99", "p999", "max"] {
             assert!(queue["latency_us"][key].is_f64(), "{key}");
         }
-        assert_eq!(function["stall"]["cause"], "upgrade");
+        assert_eq!(function["pause"]["cause"], "upgrade");
         for key in ["controller", "function_level", "vmm"] {
             assert!(function["resets"][key].is_u64(), "{key}");
         }

@@ -430,13 +430,13 @@ mod tests {
             ("doorbells", "trap"),
             ("doorbell-stride", "4"),
             ("poll", "shared"),
-            ("fixed", "moderation"),
+            ("fixed", "coalescing"),
             ("serial", "S 1"),
             ("lba", "4K"),
         ];
         let config = config(&pairs).expect("valid");
         let string = "path=\"/srv/a,b.img\",range=1M+2M,queues=3,mdts=131072,doorbells=trap,doorbell-stride=4,poll=shared,\
-                      fixed=moderation,serial=S 1,lba=4096";
+                      fixed=coalescing,serial=S 1,lba=4096";
         let options: FunctionOptions = string.parse().expect("valid");
         assert_eq!(config.options().expect("valid"), options);
         let physical = [

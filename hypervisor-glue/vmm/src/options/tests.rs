@@ -271,9 +271,9 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
              more than one; leave it out",
         ),
         (
-            "path=/d,fixed=moderation+doorbell",
-            "Option \"fixed\" cannot be \"moderation+doorbell\"\n  `doorbell` is not adaptive; join names by +, from spin, \
-             courtesy, moderation, governor, doorbells, budget, slices, looks",
+            "path=/d,fixed=coalescing+doorbell",
+            "Option \"fixed\" cannot be \"coalescing+doorbell\"\n  `doorbell` is not adaptive; join names by +, from spin, \
+             preemption-backoff, coalescing, governor, doorbells, budget, slices, poll-interval",
         ),
         (
             "path=/d,fixed=spin+governor",

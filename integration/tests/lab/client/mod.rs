@@ -71,7 +71,7 @@ pub(crate) struct Counts {
     /// Completions of commands that were not outstanding, such as duplicates.
     pub(crate) doubled: u64,
     /// Longest time without a completion while commands were outstanding.
-    pub(crate) longest_stall: Duration,
+    pub(crate) longest_pause: Duration,
     /// Statuses of the errors.
     pub(crate) statuses: Vec<String>,
 }
@@ -92,7 +92,7 @@ impl Counts {
             errors: self.errors + other.errors,
             withdrawn: self.withdrawn + other.withdrawn,
             doubled: self.doubled + other.doubled,
-            longest_stall: self.longest_stall.max(other.longest_stall),
+            longest_pause: self.longest_pause.max(other.longest_pause),
             statuses: self
                 .statuses
                 .iter()

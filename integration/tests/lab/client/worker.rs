@@ -189,7 +189,7 @@ impl Worker {
             self.submit_all()?;
             let outstanding = self.outstanding();
             if self.take_completions()? > 0 {
-                self.counts.longest_stall = self.counts.longest_stall.max(last.elapsed());
+                self.counts.longest_pause = self.counts.longest_pause.max(last.elapsed());
                 last = Instant::now();
             } else if outstanding == 0 {
                 last = Instant::now();
@@ -204,13 +204,13 @@ impl Worker {
                 }
             } else {
                 if last.elapsed() > DEVICE_CHECK_INTERVAL && self.is_gone()? {
-                    self.counts.longest_stall = self.counts.longest_stall.max(last.elapsed());
+                    self.counts.longest_pause = self.counts.longest_pause.max(last.elapsed());
                     self.withdraw();
                     return Ok(self.outcome());
                 }
                 // After the timeout, the thread ends, and the caller sees the lost commands.
                 if last.elapsed() > HANG {
-                    self.counts.longest_stall = last.elapsed();
+                    self.counts.longest_pause = last.elapsed();
                     return Ok(self.outcome());
                 }
                 std::thread::sleep(Duration::from_micros(50));

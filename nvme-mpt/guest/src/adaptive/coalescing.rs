@@ -301,7 +301,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_pauses_after_each_command_does_not_wait_for_ever() {
-        let mut policy = CoalescingPolicy::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+        let mut policy = CoalescingPolicy::new(PolicyChoice::Adaptive, TickRate::NANOSECOND);
         policy.set_level(LEVEL_MAX, 500_000);
         let (mut now, mut late) = (Ticks(1 << 40), 0);
         for _ in 0..100 {

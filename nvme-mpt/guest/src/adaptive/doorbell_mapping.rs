@@ -117,7 +117,7 @@ impl DoorbellMappingPolicy {
     /// only an exit can change it.
     pub fn unchanged_for(&self, now: Ticks) -> Option<Duration> {
         match (self.choice, &self.phase) {
-            (PolicyChoice::Learned, DoorbellMappingPhase::Mapped { since, .. }) => {
+            (PolicyChoice::Adaptive, DoorbellMappingPhase::Mapped { since, .. }) => {
                 let left = self.hold_ticks().saturating_sub(now.since(*since));
                 Some(self.rate.duration(left))
             }
@@ -165,7 +165,10 @@ mod tests {
     impl DoorbellMappingTest {
         fn new(costs: [u64; 2]) -> Self {
             Self {
-                hysteresis: DoorbellMappingPolicy::new(PolicyChoice::Learned, TickRate::NANOSECOND),
+                hysteresis: DoorbellMappingPolicy::new(
+                    PolicyChoice::Adaptive,
+                    TickRate::NANOSECOND,
+                ),
                 now: Ticks(1000 * MS),
                 done: 0,
                 is_mapped: false,
@@ -288,7 +291,7 @@ mod tests {
     #[test]
     fn few_writes_exit_and_idle_guests_have_no_mapped_doorbells() {
         assert_eq!(
-            second_of_io(PolicyChoice::Learned),
+            second_of_io(PolicyChoice::Adaptive),
             (u64::from(MAP_EXITS), 232)
         );
         assert_eq!(second_of_io(PolicyChoice::Fixed), (0, 1000));
@@ -309,7 +312,7 @@ mod tests {
     #[test]
     fn writes_under_way_when_they_are_mapped_change_nothing() {
         let mut hysteresis =
-            DoorbellMappingPolicy::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+            DoorbellMappingPolicy::new(PolicyChoice::Adaptive, TickRate::NANOSECOND);
         hysteresis.on_mapped(Ticks(MS), MS, 0);
         assert!(!(0..2 * MAP_EXITS).any(|_| hysteresis.on_exit(Ticks(MS))));
         assert!(hysteresis.should_be_mapped(Ticks(MS), 0));

@@ -182,7 +182,7 @@ impl HeavyWindow {
     pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
         let millisecond = rate.ticks(Duration::from_millis(1));
         let (window, next_probe) = match choice {
-            PolicyChoice::Learned => (WINDOW_FIRST, 0),
+            PolicyChoice::Adaptive => (WINDOW_FIRST, 0),
             PolicyChoice::Fixed => (WINDOW_FIXED, u64::MAX),
         };
         Self {
@@ -367,7 +367,7 @@ mod tests {
     /// Returns the window in bytes after 400,000 light commands on a drive with the given latencies. `latency` gets a random
     /// number below 100 and the bytes that heavy users have in flight.
     fn window_by(latency: impl Fn(u64, u64) -> u64) -> u64 {
-        let mut heavy_window = HeavyWindow::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+        let mut heavy_window = HeavyWindow::new(PolicyChoice::Adaptive, TickRate::NANOSECOND);
         let class = CommandClass::light(NvmOpcode::READ, 1);
         let mut now = Ticks(1);
         let mut random: u64 = 1;

@@ -136,7 +136,7 @@ impl IommuBudget {
             wanted <= left
         } else {
             match self.choice {
-                PolicyChoice::Learned => total <= shared / 2,
+                PolicyChoice::Adaptive => total <= shared / 2,
                 PolicyChoice::Fixed => wanted <= shared && total <= max / fixed,
             }
         };

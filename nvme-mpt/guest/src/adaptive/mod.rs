@@ -3,13 +3,13 @@
 //! | name | decision | inputs | fixed |
 //! |---|---|---|---|
 //! | `spin` | time that a poller spins before it parks ([`SpinTime`]) | length of each sleep, and what ended it | 100 us |
-//! | `courtesy` | when a spinning thread yields its processor ([`PreemptionBackoff`]) | frequent preemptions | never |
-//! | `moderation` | completions per interrupt ([`CoalescingPolicy`]) | times of completions and submissions | one batch |
+//! | `preemption-backoff` | when a spinning thread yields its processor ([`PreemptionBackoff`]) | frequent preemptions | never |
+//! | `coalescing` | completions per interrupt ([`CoalescingPolicy`]) | times of completions and submissions | one batch |
 //! | `governor` | bytes of busy guests in flight on a shared drive ([`HeavyWindow`]) | latencies of quiet guests | 256 KiB |
 //! | `doorbells` | when doorbells are mapped and trapped ([`DoorbellMappingPolicy`]) | exits, commands, costs of both | mapped |
 //! | `budget` | IOMMU mappings of one VM ([`IommuBudget`]) | mappings in use | a sixteenth |
 //! | `slices` | bytes of a file to deallocate at once ([`SliceLength`]) | length and time of the last slice | 256 KiB |
-//! | `looks` | poll interval of untrapped doorbells ([`PollInterval`]) | time without work | 1 ms |
+//! | `poll-interval` | poll interval of untrapped doorbells ([`PollInterval`]) | time without work | 1 ms |
 //!
 //! # Contract
 //! - **Pure.** A decision depends only on the inputs. Nothing here reads a clock, sleeps, yields, locks or allocates: the
@@ -18,7 +18,7 @@
 //!   creation. Tests and simulations pass [`TickRate::NANOSECOND`](nvme_mpt_memory::clock::TickRate::NANOSECOND).
 //! - **Fixed alternative.** With [`PolicyChoice::Fixed`], inputs change nothing, and the decision is the constant in the table.
 //! - **Switch.** [`AdaptivePolicies`] has a choice for each policy. An operator writes the names, as in
-//!   `fixed=moderation+doorbells`.
+//!   `fixed=coalescing+doorbells`.
 //! - **Worth.** `docs/performance.md` compares each policy with its fixed alternative. A policy without benefit is deleted.
 
 mod coalescing;
@@ -50,26 +50,20 @@ pub use spin_time::SpinTime;
 pub enum PolicyChoice {
     /// The policy adapts its decisions to measurements.
     #[default]
-    Learned,
+    Adaptive,
     /// The policy's decisions are constants (the fixed alternative).
     Fixed,
 }
 
-impl PolicyChoice {
-    fn is_learned(&self) -> bool {
-        *self == Self::Learned
-    }
-}
-
-/// Choice for each adaptive policy. The text form lists the policies that are fixed: `moderation+doorbells`.
+/// Choice for each adaptive policy. The text form lists the policies that are fixed: `coalescing+doorbells`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct AdaptivePolicies {
     /// Time that a poller spins before it parks.
     pub spin: PolicyChoice,
     /// Times at which a spinning poller yields its processor to other threads.
-    pub courtesy: PolicyChoice,
+    pub preemption_backoff: PolicyChoice,
     /// Number of completions per interrupt (interrupt coalescing).
-    pub moderation: PolicyChoice,
+    pub coalescing: PolicyChoice,
     /// Bytes that busy guests have in flight on a shared physical drive.
     pub governor: PolicyChoice,
     /// Times at which doorbells are mapped into the guest, and at which its writes are trapped.
@@ -80,9 +74,8 @@ pub struct AdaptivePolicies {
     /// functions omit it.
     #[serde(skip)]
     pub slices: PolicyChoice,
-    /// Poll interval of untrapped doorbells. Messages and saved states omit this choice if it is adaptive.
-    #[serde(default, skip_serializing_if = "PolicyChoice::is_learned")]
-    pub looks: PolicyChoice,
+    /// Poll interval of untrapped doorbells.
+    pub poll_interval: PolicyChoice,
 }
 
 /// Accessor of the choice for one policy.
@@ -91,13 +84,15 @@ type PolicyField = fn(&mut AdaptivePolicies) -> &mut PolicyChoice;
 /// Name of each policy, and accessor of its choice.
 const POLICIES: [(&str, PolicyField); 8] = [
     ("spin", |policies| &mut policies.spin),
-    ("courtesy", |policies| &mut policies.courtesy),
-    ("moderation", |policies| &mut policies.moderation),
+    ("preemption-backoff", |policies| {
+        &mut policies.preemption_backoff
+    }),
+    ("coalescing", |policies| &mut policies.coalescing),
     ("governor", |policies| &mut policies.governor),
     ("doorbells", |policies| &mut policies.doorbells),
     ("budget", |policies| &mut policies.budget),
     ("slices", |policies| &mut policies.slices),
-    ("looks", |policies| &mut policies.looks),
+    ("poll-interval", |policies| &mut policies.poll_interval),
 ];
 
 impl AdaptivePolicies {
@@ -107,14 +102,14 @@ impl AdaptivePolicies {
     pub fn for_poller(self) -> Self {
         let Self {
             spin,
-            courtesy,
-            looks,
+            preemption_backoff,
+            poll_interval,
             ..
         } = self;
         Self {
             spin,
-            courtesy,
-            looks,
+            preemption_backoff,
+            poll_interval,
             ..Self::default()
         }
     }
@@ -182,12 +177,12 @@ mod tests {
             let differs = policies != AdaptivePolicies::default();
             assert!(differs, "{name}");
         }
-        let both: AdaptivePolicies = "doorbells+moderation".parse().expect("two names");
-        assert_eq!(both.to_string(), "moderation+doorbells");
+        let both: AdaptivePolicies = "doorbells+coalescing".parse().expect("two names");
+        assert_eq!(both.to_string(), "coalescing+doorbells");
         assert_eq!(
             both,
             AdaptivePolicies {
-                moderation: PolicyChoice::Fixed,
+                coalescing: PolicyChoice::Fixed,
                 doorbells: PolicyChoice::Fixed,
                 ..AdaptivePolicies::default()
             }
@@ -196,7 +191,7 @@ mod tests {
             let error = text.parse::<AdaptivePolicies>().expect_err(text);
             assert!(
                 error.ends_with(
-                    "spin, courtesy, moderation, governor, doorbells, budget, slices, looks"
+                    "spin, preemption-backoff, coalescing, governor, doorbells, budget, slices, poll-interval"
                 ),
                 "{error}"
             );
@@ -212,23 +207,13 @@ mod tests {
     }
 
     #[test]
-    fn messages_and_states_of_releases_without_looks_are_read() {
-        let budget: AdaptivePolicies = "budget".parse().expect("a name");
-        let text = serde_json::to_string(&budget).expect("text");
-        assert!(!text.contains("looks"), "{text}");
-        let policies: AdaptivePolicies = "looks".parse().expect("a name");
-        let with_looks = serde_json::to_string(&policies).expect("text");
-        for (text, name) in [(text, "budget"), (with_looks, "looks")] {
-            let read: AdaptivePolicies = serde_json::from_str(&text).expect("as it was");
-            assert_eq!(read.to_string(), name);
-        }
-    }
-
-    #[test]
     fn choices_belong_to_a_poller_a_drive_or_a_function() {
         let all = POLICIES.map(|(name, _)| name).join("+");
         let all: AdaptivePolicies = all.parse().expect("names");
-        assert_eq!(all.for_poller().to_string(), "spin+courtesy+looks");
+        assert_eq!(
+            all.for_poller().to_string(),
+            "spin+preemption-backoff+poll-interval"
+        );
         assert_eq!(all.for_drive().to_string(), "governor+budget+slices");
     }
 }

@@ -37,7 +37,7 @@ impl PollInterval {
     #[must_use]
     pub fn for_doorbells(self, idle: Duration) -> Duration {
         match self.choice {
-            PolicyChoice::Learned => Self::for_pending_work(idle).max(scaled_interval(idle, SLOW)),
+            PolicyChoice::Adaptive => Self::for_pending_work(idle).max(scaled_interval(idle, SLOW)),
             PolicyChoice::Fixed => Self::for_pending_work(idle),
         }
     }
@@ -71,7 +71,7 @@ mod tests {
 
     #[test]
     fn an_idle_guest_is_looked_at_fifty_times_a_second() {
-        let interval = PollInterval::new(PolicyChoice::Learned);
+        let interval = PollInterval::new(PolicyChoice::Adaptive);
         let (first, _) = looks_within(interval, Duration::from_secs(2));
         let (all, pause) = looks_within(interval, Duration::from_secs(12));
         assert_eq!(all - first, 500);
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn a_command_waits_for_a_small_part_of_the_time_that_its_guest_was_idle() {
-        let interval = PollInterval::new(PolicyChoice::Learned);
+        let interval = PollInterval::new(PolicyChoice::Adaptive);
         for micros in [400, 5_000, 8_000] {
             let idle = Duration::from_micros(micros);
             assert_eq!(interval.for_doorbells(idle), idle / 8);

@@ -155,8 +155,8 @@ mod tests {
     const US: u64 = 1_000;
     const MS: u64 = 1_000_000;
 
-    fn learned() -> PreemptionBackoff {
-        PreemptionBackoff::new(PolicyChoice::Learned, TickRate::NANOSECOND)
+    fn adaptive() -> PreemptionBackoff {
+        PreemptionBackoff::new(PolicyChoice::Adaptive, TickRate::NANOSECOND)
     }
 
     /// Returns the processor use of a thread that has run for `ticks`, in a sandbox.
@@ -181,7 +181,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_kept_others_waiting_sleeps_for_a_while() {
-        let mut backoff = learned();
+        let mut backoff = adaptive();
         assert!(!backoff.should_sleep(Ticks(1), 5 * US));
         assert!(preempt(&mut backoff, MS));
         assert!(
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn preemptions_before_a_long_spin_and_interrupts_are_no_harm() {
-        let mut backoff = learned();
+        let mut backoff = adaptive();
         let now = Ticks(MS);
         assert!(!backoff.on_pass(now, 199 * US, MS, || unreachable!()));
         assert!(!backoff.on_pass(now, 200 * US, MS, || ticks(3 * US)));
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn workers_that_take_the_processor_for_a_moment_are_no_harm() {
-        let mut backoff = learned();
+        let mut backoff = adaptive();
         for worker in 0..100 {
             let now = MS * (1 + worker);
             assert!(!backoff.on_pass(Ticks(now), 200 * US, 100, || ticks(0)));
@@ -230,7 +230,7 @@ mod tests {
             ticks,
             preemptions: Some(preemptions),
         };
-        let mut backoff = learned();
+        let mut backoff = adaptive();
         assert!(!backoff.on_pass(Ticks(MS), 200 * US, 100, || counted(700, 3)));
         // The hypervisor's host used the processor.
         assert!(!backoff.on_pass(Ticks(2 * MS), 300 * US, MS, || counted(800, 3)));
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn the_while_grows_when_it_happens_again_soon() {
-        let mut backoff = learned();
+        let mut backoff = adaptive();
         let mut now = MS;
         for expected in [10, 20, 40, 80, 160, 320, 640, 1000, 1000] {
             assert!(preempt(&mut backoff, now));

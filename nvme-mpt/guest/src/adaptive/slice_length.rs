@@ -60,7 +60,7 @@ impl SliceLength {
             true => SHARED_MAX,
             false => MAX,
         };
-        if self.choice == PolicyChoice::Learned {
+        if self.choice == PolicyChoice::Adaptive {
             self.bytes = next_slice(self.bytes, bytes, took, self.target).min(max);
         }
     }
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slices_learn_their_length() {
+    fn slices_adapt_their_length() {
         let target = 1000;
         // Twice as fast as the target, and much faster.
         assert_eq!(next_slice(512 << 10, 512 << 10, 500, target), 1 << 20);
@@ -139,20 +139,20 @@ mod tests {
             cost: 20_000,
             is_shared: false,
         };
-        let (_, learned) = deallocate(PolicyChoice::Learned, &fragmented);
+        let (_, adaptive) = deallocate(PolicyChoice::Adaptive, &fragmented);
         let (_, fixed) = deallocate(PolicyChoice::Fixed, &fragmented);
-        println!("4 KiB extents: {learned:?} a slice, {fixed:?} with `fixed`");
-        assert_eq!(learned, Duration::from_micros(400));
+        println!("4 KiB extents: {adaptive:?} a slice, {fixed:?} with `fixed`");
+        assert_eq!(adaptive, Duration::from_micros(400));
         assert_eq!(fixed, Duration::from_micros(25_600));
-        let (learned, _) = deallocate(PolicyChoice::Learned, &whole);
+        let (adaptive, _) = deallocate(PolicyChoice::Adaptive, &whole);
         let (fixed, _) = deallocate(PolicyChoice::Fixed, &whole);
-        println!("one extent of 1 GiB: {learned} slices, {fixed} with `fixed`");
-        assert_eq!((learned, fixed), (515, 4096));
+        println!("one extent of 1 GiB: {adaptive} slices, {fixed} with `fixed`");
+        assert_eq!((adaptive, fixed), (515, 4096));
     }
 
     #[test]
     fn a_slice_has_64_blocks_at_most_while_others_use_the_file() {
-        let mut slices = SliceLength::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+        let mut slices = SliceLength::new(PolicyChoice::Adaptive, TickRate::NANOSECOND);
         for (is_shared, longest) in [(false, MAX), (true, SHARED_MAX), (false, MAX)] {
             for _ in 0..20 {
                 slices.on_slice_done(slices.bytes(), 1, is_shared);

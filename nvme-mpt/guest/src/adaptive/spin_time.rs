@@ -30,7 +30,7 @@ impl SpinTime {
     #[must_use]
     pub fn new(choice: PolicyChoice, rate: TickRate) -> Self {
         let [min, max] = match choice {
-            PolicyChoice::Learned => [MIN, MAX],
+            PolicyChoice::Adaptive => [MIN, MAX],
             PolicyChoice::Fixed => [FIXED; 2],
         };
         let [min, max] = [min, max].map(|time| rate.ticks(time));
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn short_sleeps_lengthen_the_spin_and_long_ones_shorten_it() {
-        let mut spin = SpinTime::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+        let mut spin = SpinTime::new(PolicyChoice::Adaptive, TickRate::NANOSECOND);
         assert_eq!(spin.ticks(), 20_000);
         for expected in [40_000, 80_000, 160_000] {
             spin.on_sleep(100_000, true);

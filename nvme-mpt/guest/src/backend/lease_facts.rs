@@ -64,14 +64,14 @@ pub struct LeaseFacts {
     /// command that crosses the boundary of a unit may be executed in parts.
     pub unit_blocks: Option<u64>,
     /// Settings of the adaptive policies.
-    pub learning: AdaptivePolicies,
+    pub policies: AdaptivePolicies,
 }
 
 impl LeaseFacts {
     /// Checks that a back end with these facts can do everything that `promised` reported to the guest.
     ///
     /// These facts may exceed `promised`, because another program or drive supports more, or a lease by size has grown.
-    /// `parks`, `can_be_damaged` and `learning` are not compared, because the guest does not see them. Model, temperature
+    /// `parks`, `can_be_damaged` and `policies` are not compared, because the guest does not see them. Model, temperature
     /// thresholds and NVM Command Set are not compared either, because the guest keeps the reported ones.
     ///
     /// # Errors
@@ -87,7 +87,7 @@ impl LeaseFacts {
             can_be_damaged: _,
             is_private: _,
             unit_blocks,
-            learning: _,
+            policies: _,
         } = promised;
         let LeasedNamespace {
             nsid,

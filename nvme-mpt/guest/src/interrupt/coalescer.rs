@@ -297,7 +297,7 @@ mod tests {
         let coalescer = InterruptCoalescer::new(
             Some(vector.clone()),
             coalescing.clone(),
-            PolicyChoice::Learned,
+            PolicyChoice::Adaptive,
             TickRate::NANOSECOND,
         );
         (vector, coalescing, coalescer)
@@ -504,7 +504,7 @@ mod tests {
         let mut coalescer = InterruptCoalescer::new(
             None,
             Arc::default(),
-            PolicyChoice::Learned,
+            PolicyChoice::Adaptive,
             TickRate::NANOSECOND,
         );
         coalescer.on_posted(1, Ticks(0));

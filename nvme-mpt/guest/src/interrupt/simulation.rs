@@ -177,7 +177,7 @@ const GUESTS: [CoalescingTestGuest; 4] = [
 ];
 
 /// Choices to compare: without coalescing, and with it.
-const CHOICES: [PolicyChoice; 2] = [PolicyChoice::Fixed, PolicyChoice::Learned];
+const CHOICES: [PolicyChoice; 2] = [PolicyChoice::Fixed, PolicyChoice::Adaptive];
 
 /// Runs each guest on each drive with each of `depths` commands outstanding. `check` gets the results without coalescing and
 /// with it.
@@ -208,7 +208,7 @@ fn nobody_loses_by_it() {
     shares.sort_by(f64::total_cmp);
     let (least, most) = (shares[0], shares[shares.len() - 1]);
     println!(
-        "time with moderation, by that without: {least:.2} to {most:.2}, {quicker} of {} below 0.95",
+        "time with adaptive coalescing, relative to that without: {least:.2} to {most:.2}, {quicker} of {} below 0.95",
         shares.len()
     );
     assert!(quicker >= 40, "{quicker} gain by it");
@@ -242,7 +242,7 @@ fn guests_that_interrupts_keep_from_their_work_get_more_done() {
 }
 
 #[test]
-fn coalescing_learned_at_high_depth_costs_little_at_low_depth() {
+fn coalescing_adapted_to_high_depth_costs_little_at_low_depth() {
     for guest in GUESTS {
         for drive in DRIVES {
             for few in [1, 2, 4] {

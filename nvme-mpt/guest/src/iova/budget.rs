@@ -170,18 +170,18 @@ mod tests {
 
     #[test]
     fn a_vm_that_is_alone_has_all_regions_that_it_may_have() {
-        let budget = mappings(PolicyChoice::Learned, Some(MAX));
+        let budget = mappings(PolicyChoice::Adaptive, Some(MAX));
         let vms = [(); 3].map(|()| VmShare::new(&budget));
         let taken = vms.each_ref().map(|vm| take(vm, crate::dma::MAX_REGIONS));
         // The first VM takes the maximum of one VM, and two more VMs can do the same.
         assert_eq!(taken.map(|taken| taken.len()), [crate::dma::MAX_REGIONS; 3]);
-        let boundless = VmShare::new(&mappings(PolicyChoice::Learned, None));
+        let boundless = VmShare::new(&mappings(PolicyChoice::Adaptive, None));
         assert_eq!(take(&boundless, 100_000).len(), 100_000);
     }
 
     #[test]
     fn hostile_vms_leave_mappings_for_others_and_for_the_driver() {
-        let budget = mappings(PolicyChoice::Learned, Some(MAX));
+        let budget = mappings(PolicyChoice::Adaptive, Some(MAX));
         let hostile: Vec<_> = (0..8)
             .map(|_| take(&VmShare::new(&budget), crate::dma::MAX_REGIONS))
             .collect();
@@ -218,7 +218,7 @@ mod tests {
     #[test]
     fn few_vms_have_more_than_a_fixed_part() {
         assert_eq!(
-            greedy(PolicyChoice::Learned, 9),
+            greedy(PolicyChoice::Adaptive, 9),
             [8192, 8192, 8192, 6827, 4551, 3034, 2023, 1349, 899]
         );
         assert_eq!(greedy(PolicyChoice::Fixed, 9), [4095; 9]);
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn a_vm_that_is_alone_has_addresses_for_large_memory() {
-        let budget = SharedBudget::new(IommuBudget::for_iovas(PolicyChoice::Learned, NARROW));
+        let budget = SharedBudget::new(IommuBudget::for_iovas(PolicyChoice::Adaptive, NARROW));
         let vm = VmShare::new(&budget);
         let low = vm.take(3 * GIB).expect("the memory below 4 GiB");
         let high = vm.take(215 * GIB).expect("the memory above");
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn hostile_vms_leave_addresses_for_others_and_for_the_driver() {
-        for choice in [PolicyChoice::Learned, PolicyChoice::Fixed] {
+        for choice in [PolicyChoice::Adaptive, PolicyChoice::Fixed] {
             let budget = SharedBudget::new(IommuBudget::for_iovas(choice, NARROW));
             let hostile = |_| grasp(&VmShare::new(&budget), 256 << 20);
             let hostile: Vec<_> = (0..16).map(hostile).collect();
@@ -268,7 +268,7 @@ mod tests {
 
     #[test]
     fn inherited_mappings_are_never_refused() {
-        let budget = SharedBudget::new(IommuBudget::for_iovas(PolicyChoice::Learned, NARROW));
+        let budget = SharedBudget::new(IommuBudget::for_iovas(PolicyChoice::Adaptive, NARROW));
         let [first, second] = [(); 2].map(|()| VmShare::new(&budget));
         let had = [
             first.take_inherited(200 * GIB),
@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn a_mapping_that_cannot_be_undone_is_not_given_back() {
-        let budget = mappings(PolicyChoice::Learned, Some(MAX));
+        let budget = mappings(PolicyChoice::Adaptive, Some(MAX));
         let mut permit = VmShare::new(&budget).take(1).expect("all are left");
         permit.make_permanent();
         drop(permit);
@@ -292,11 +292,11 @@ mod tests {
         /// VMs take and return mappings in random order, and each VM can always take its assured mappings.
         #[test]
         fn assured_mappings_are_available(
-            learned in any::<bool>(),
+            adaptive in any::<bool>(),
             max in 256..5000_u64,
             steps in prop::collection::vec((0..16_usize, 0..600_usize, any::<bool>()), 1..60),
         ) {
-            let choice = if learned { PolicyChoice::Learned } else { PolicyChoice::Fixed };
+            let choice = if adaptive { PolicyChoice::Adaptive } else { PolicyChoice::Fixed };
             let budget = mappings(choice, Some(max));
             let vms = max / ASSURED_DIVISOR / ASSURED;
             let vms: Vec<_> = (0..vms.min(16)).map(|_| VmShare::new(&budget)).collect();

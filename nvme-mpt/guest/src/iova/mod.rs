@@ -169,7 +169,7 @@ impl IovaSpace {
     #[must_use]
     pub fn software() -> Self {
         let taken = BTreeMap::from([(0, 1 << 32)]);
-        Self::new(1 << 52, taken, None, PolicyChoice::Learned)
+        Self::new(1 << 52, taken, None, PolicyChoice::Adaptive)
     }
 
     /// Creates the space below `end`. The ranges in `taken` are never allocated.
@@ -206,7 +206,7 @@ impl IovaSpace {
             }
             next = next.max(range.end().saturating_add(1));
         }
-        Self::new(next, taken, Some(iommu), PolicyChoice::Learned)
+        Self::new(next, taken, Some(iommu), PolicyChoice::Adaptive)
     }
 
     /// Replaces the choice between the adaptive and the fixed budget rule. The space must not be in use yet.

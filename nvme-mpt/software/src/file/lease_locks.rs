@@ -151,7 +151,7 @@ mod tests {
         ProcessLiveness::open().unwrap();
         let drive = tempfile::NamedTempFile::new().unwrap();
         drive.as_file().set_len(1 << 20).unwrap();
-        let store = FileBackingStore::open(drive.path(), 9, PolicyChoice::Learned).unwrap();
+        let store = FileBackingStore::open(drive.path(), 9, PolicyChoice::Adaptive).unwrap();
         let mut locks = store.lock_ranges(["0+4K".parse().unwrap()]).unwrap();
         // The second file covers the space into which the lease may grow.
         let files = [(); 2].map(|()| tempfile::tempfile().unwrap());

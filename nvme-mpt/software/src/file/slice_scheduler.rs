@@ -168,7 +168,7 @@ mod tests {
 
     #[test]
     fn one_slice_at_a_time() {
-        let scheduler = SliceScheduler::new(PolicyChoice::Learned);
+        let scheduler = SliceScheduler::new(PolicyChoice::Adaptive);
         let began = Ticks(1000);
         assert_eq!(scheduler.take_turn(began, ONE), Some(FIRST));
         assert_eq!(scheduler.take_turn(began, ONE), None);
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn queues_have_turns_in_the_order_in_which_they_asked() {
-        let scheduler = SliceScheduler::new(PolicyChoice::Learned);
+        let scheduler = SliceScheduler::new(PolicyChoice::Adaptive);
         let now = Ticks(1000);
         assert!(scheduler.take_turn(now, ONE).is_some());
         assert!(scheduler.take_turn(now, OTHER).is_none());
@@ -212,7 +212,7 @@ mod tests {
 
     #[test]
     fn others_have_four_fifths_of_the_time_while_they_use_the_file() {
-        let scheduler = SliceScheduler::new(PolicyChoice::Learned);
+        let scheduler = SliceScheduler::new(PolicyChoice::Adaptive);
         let pause = |took: u64, began: u64, transfers| {
             scheduler
                 .take_turn(Ticks(began), ONE)
@@ -233,7 +233,7 @@ mod tests {
 
     #[test]
     fn slices_are_short_while_others_use_the_file() {
-        let scheduler = SliceScheduler::new(PolicyChoice::Learned);
+        let scheduler = SliceScheduler::new(PolicyChoice::Adaptive);
         let mut now = 0;
         let mut longest = |transfers| {
             for _ in 0..20 {

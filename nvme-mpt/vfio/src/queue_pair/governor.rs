@@ -346,11 +346,11 @@ impl DriveGovernor {
         let is_alone = self.in_flight() == 0;
         // In a pause, only latencies without heavy commands in flight count. At other times, only latencies with heavy commands
         // in flight count: an unused window would grow, and be too large for the next heavy user.
-        let is_learnt = match is_pause {
+        let is_counted = match is_pause {
             true => is_alone,
             false => !is_alone || self.heavy_completed_at.load(Ordering::Relaxed) >= arrived.0,
         };
-        if !is_learnt {
+        if !is_counted {
             return;
         }
         self.update_window(|window| window.on_completion(class, arrived, now));

@@ -214,12 +214,12 @@ struct Server {
     orders: Sender<()>,
 }
 
-/// Kills, ends and stalls servers and VMMs.
+/// Kills, ends and pauses servers and VMMs.
 struct FaultDriver<'a> {
     engine: &'static Engine,
     world: Arc<World>,
     rng: &'a mut Rng,
-    /// Number of stalls that are left.
+    /// Number of pauses that are left.
     remaining_stalls: u64,
     /// End of the last stall.
     stalled_until: Duration,

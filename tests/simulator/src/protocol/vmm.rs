@@ -57,7 +57,7 @@ pub(super) fn run_until_done(world: &Arc<World>, number: usize, mut rng: Rng) {
         start_thread("doing", work).expect("an actor")
     });
     guest.run_until(bar.clone(), || {
-        // The function can only end while the server answers in time, so it waits until no more stalls are injected.
+        // The function can only end while the server answers in time, so it waits until no more pauses are injected.
         while world.has_stalls && !world.is_calm.load(Ordering::Relaxed) {
             clock::sleep(Duration::from_millis(50));
         }

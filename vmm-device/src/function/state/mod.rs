@@ -319,7 +319,7 @@ impl NvmeFunction {
             is_private: present.is_private,
             parks: present.parks,
             can_be_damaged: present.can_be_damaged,
-            learning: present.learning,
+            policies: present.policies,
             ..state.facts.clone()
         };
         self.config.check(&state.config_space)?;

@@ -48,7 +48,7 @@ impl Scene {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(1 << 20).unwrap();
         Self {
-            store: FileBackingStore::open(file.path(), 9, PolicyChoice::Learned).unwrap(),
+            store: FileBackingStore::open(file.path(), 9, PolicyChoice::Adaptive).unwrap(),
             file,
             table: RegionTable::default(),
             lists: ListMemory::new(&Arc::new(IovaSpace::software()), 4).unwrap(),
@@ -371,7 +371,7 @@ fn a_lease_keeps_its_opened_file_when_the_path_changes() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("drive");
     std::fs::write(&path, [0; 4096]).unwrap();
-    let store = FileBackingStore::open(&path, 9, PolicyChoice::Learned).unwrap();
+    let store = FileBackingStore::open(&path, 9, PolicyChoice::Adaptive).unwrap();
     let opened = file_identity(&store.shared.open_file).unwrap();
     std::fs::rename(&path, dir.path().join("moved")).unwrap();
     for replacement in [None, Some([1; 4096])] {
@@ -439,7 +439,7 @@ fn a_hole_ends_at_the_first_data_and_a_file_that_was_cut_short_has_none() {
     let drive = tempfile::Builder::new().tempfile_in("/dev/shm").unwrap();
     let file = drive.as_file();
     file.set_len(16 * MIB).unwrap();
-    let store = FileBackingStore::open(drive.path(), 9, PolicyChoice::Learned).unwrap();
+    let store = FileBackingStore::open(drive.path(), 9, PolicyChoice::Adaptive).unwrap();
     let lease = store.open_for_lease("a", 16 * MIB, None).unwrap();
     let hole = |start: u64, length: u64| {
         let range = ByteRange::new(start * MIB, length * MIB).unwrap();

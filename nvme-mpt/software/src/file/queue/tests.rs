@@ -23,7 +23,7 @@ fn an_interrupted_deallocate_starts_no_further_range() {
     let file = tempfile::NamedTempFile::new().expect("a file");
     let full = [0x5A; BLOCKS as usize * BLOCK];
     file.as_file().write_all_at(&full, 0).expect("write");
-    let store = FileBackingStore::open(file.path(), 12, PolicyChoice::Learned).expect("opens");
+    let store = FileBackingStore::open(file.path(), 12, PolicyChoice::Adaptive).expect("opens");
     if !store.shared.can_punch_holes() {
         return;
     }

@@ -207,7 +207,7 @@ struct Drive<R: FileIoRing, C: TickClock> {
 /// Creates the backing store of a file with direct I/O, in blocks of 512 bytes.
 fn store(file: &File, path: &std::path::Path) -> FileBackingStore {
     file.set_len(BYTES).expect("room");
-    let mut store = FileBackingStore::open(path, 9, PolicyChoice::Learned).expect("a file");
+    let mut store = FileBackingStore::open(path, 9, PolicyChoice::Adaptive).expect("a file");
     let alignment = DirectAlignment {
         memory: 512,
         offset: 512,

@@ -13,7 +13,7 @@ fn drive() -> (Drive<FakeRing, TestClock>, FakeRing) {
     let file = tempfile::Builder::new().tempfile_in("/dev/shm");
     let file = file.expect("a file");
     file.as_file().set_len(BYTES).expect("room");
-    let store = FileBackingStore::open(file.path(), 9, PolicyChoice::Learned).expect("a file");
+    let store = FileBackingStore::open(file.path(), 9, PolicyChoice::Adaptive).expect("a file");
     assert!(store.shared.pages.is_some());
     let ring = FakeRing::default();
     let drive = Drive::with_store(file, store, ring.clone(), TestClock::default());

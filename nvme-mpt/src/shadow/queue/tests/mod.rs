@@ -189,7 +189,7 @@ impl Guest {
         let coalescer = InterruptCoalescer::new(
             None,
             Arc::default(),
-            PolicyChoice::Learned,
+            PolicyChoice::Adaptive,
             TickRate::NANOSECOND,
         );
         let cq = CqConfig {

@@ -45,7 +45,7 @@ impl FakeDrive {
     /// Creates a drive and its queue pair of `entries` entries.
     pub(super) fn new(entries: u32, max_transfer: u64, has_buffer: bool) -> (Self, VfioQueuePair) {
         let governor = Arc::new(DriveGovernor::new(
-            PolicyChoice::Learned,
+            PolicyChoice::Adaptive,
             TickRate::NANOSECOND,
         ));
         Self::governed(entries, max_transfer, has_buffer, governor)

@@ -294,7 +294,7 @@ impl Tenant {
 
 /// Simulates owners with these behaviours on a drive.
 fn run(speed: Speed, pairs: usize, behaviours: &[Behaviour]) -> Vec<TenantMeasurements> {
-    let governor = DriveGovernor::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+    let governor = DriveGovernor::new(PolicyChoice::Adaptive, TickRate::NANOSECOND);
     watch(speed, pairs, behaviours, governor, (END, POLL), |_, _| ())
 }
 
@@ -555,7 +555,7 @@ const FLOOD: Behaviour = Behaviour {
 const TIME_OUT: Duration = Duration::from_secs(10);
 
 fn governor_with_timeout() -> DriveGovernor {
-    let governor = DriveGovernor::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+    let governor = DriveGovernor::new(PolicyChoice::Adaptive, TickRate::NANOSECOND);
     governor.with_timeout(TIME_OUT, TickRate::NANOSECOND)
 }
 
@@ -583,7 +583,7 @@ fn ages(behaviours: &[Behaviour], governor: DriveGovernor) -> ([u64; 2], u64) {
 /// The deep queue keeps its depth, but its commands wait in front of the drive instead of in it. The drive is never idle.
 #[test]
 fn no_command_of_a_slow_drive_becomes_older_than_its_time_out() {
-    let unbounded = DriveGovernor::new(PolicyChoice::Learned, TickRate::NANOSECOND);
+    let unbounded = DriveGovernor::new(PolicyChoice::Adaptive, TickRate::NANOSECOND);
     let ([_, age], unbounded) = ages(&[FLOOD], unbounded);
     let time_out = TIME_OUT.as_nanos() as u64;
     assert!(age > time_out, "{age} ns without a bound");

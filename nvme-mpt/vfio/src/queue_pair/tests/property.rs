@@ -110,7 +110,7 @@ struct World {
 impl World {
     fn new(entries: u32, max_transfer: u64, users: usize, lba_shift: u8, buffer: bool) -> Self {
         let governor = Arc::new(DriveGovernor::new(
-            PolicyChoice::Learned,
+            PolicyChoice::Adaptive,
             TickRate::NANOSECOND,
         ));
         let sides =

@@ -228,7 +228,7 @@ fn idle(pairs: usize) -> impl Iterator<Item = Load> {
 
 /// Runs loads on a drive for `time`.
 fn simulate(speed: Speed, pairs: usize, loads: &[Load], time: u64) -> Vec<QueueMeasurements> {
-    simulate_with(PolicyChoice::Learned, None, speed, pairs, loads, time)
+    simulate_with(PolicyChoice::Adaptive, None, speed, pairs, loads, time)
 }
 
 /// Runs loads on a drive, with this choice for the adaptive window. If `lend_at` is given, lends pair 0 to a queue of pair 1 at
@@ -611,7 +611,7 @@ fn a_loud_guest_has_the_drive_back_when_the_quiet_one_is_gone() {
 }
 
 #[test]
-fn no_fixed_window_suits_every_drive_as_the_learned_one_does() {
+fn no_fixed_window_suits_every_drive_as_the_adaptive_one_does() {
     let small = Load { depth: 256, ..LOUD };
     let large = Load {
         bytes: 128 << 10,
@@ -628,9 +628,9 @@ fn no_fixed_window_suits_every_drive_as_the_learned_one_does() {
                 let loads = [loads, &others].concat();
                 simulate_with(choice, None, speed, 1, &loads, SECOND)
             };
-            let quiet_alone = run(PolicyChoice::Learned, &[QUIET])[0].p99;
-            let loud_alone = run(PolicyChoice::Learned, &[loud])[0].commands;
-            let [fixed, learned] = [PolicyChoice::Fixed, PolicyChoice::Learned].map(|choice| {
+            let quiet_alone = run(PolicyChoice::Adaptive, &[QUIET])[0].p99;
+            let loud_alone = run(PolicyChoice::Adaptive, &[loud])[0].commands;
+            let [fixed, adaptive] = [PolicyChoice::Fixed, PolicyChoice::Adaptive].map(|choice| {
                 let seen = run(choice, &[QUIET, loud]);
                 let p99 = seen[0].p99 * 100 / quiet_alone;
                 let commands = seen[1].commands * 100 / loud_alone;
@@ -640,8 +640,8 @@ fn no_fixed_window_suits_every_drive_as_the_learned_one_does() {
                 );
                 (p99, commands)
             });
-            assert!(learned.0 <= longest(speed, loud), "{learned:?}");
-            assert!(fixed.0 >= 350 || fixed.1 <= learned.1, "{fixed:?}");
+            assert!(adaptive.0 <= longest(speed, loud), "{adaptive:?}");
+            assert!(fixed.0 >= 350 || fixed.1 <= adaptive.1, "{fixed:?}");
         }
     }
 }
@@ -872,7 +872,7 @@ fn figures_of_a_pair_that_is_lent() {
         };
         let run = |lend_at, owner_from, loads: [Load; 2]| {
             let loads = [owner(owner_from), loads[0], loads[1]];
-            simulate_with(PolicyChoice::Learned, lend_at, speed, 2, &loads, SECOND)
+            simulate_with(PolicyChoice::Adaptive, lend_at, speed, 2, &loads, SECOND)
         };
         for loud in [LOUD, SHAPES[0]] {
             let loud = on_one(loud);

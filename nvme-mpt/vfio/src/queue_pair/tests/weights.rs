@@ -351,7 +351,7 @@ fn a_quiet_queue_finds_a_place_whatever_the_others_weigh() {
 fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
     const MILLISECOND: u64 = 1_000_000;
     let governor = Arc::new(DriveGovernor::new(
-        PolicyChoice::Learned,
+        PolicyChoice::Adaptive,
         TickRate::NANOSECOND,
     ));
     let (mut drive, pair) = FakeDrive::governed(64, u64::MAX, false, governor.clone());
@@ -403,7 +403,7 @@ fn a_poll_looks_at_no_user_that_is_held_back() {
     const HELD: usize = 48;
     const POLLS: u64 = 1000;
     let governor = Arc::new(DriveGovernor::new(
-        PolicyChoice::Learned,
+        PolicyChoice::Adaptive,
         TickRate::NANOSECOND,
     ));
     let shares = [(); HELD].map(|()| lease(100));
@@ -432,7 +432,7 @@ fn a_poll_looks_at_no_user_that_is_held_back() {
 #[test]
 fn a_user_that_is_held_back_goes_on_once_it_may() {
     let governor = Arc::new(DriveGovernor::new(
-        PolicyChoice::Learned,
+        PolicyChoice::Adaptive,
         TickRate::NANOSECOND,
     ));
     let shares = [lease(100), lease(100)];
@@ -471,7 +471,7 @@ fn a_user_that_is_held_back_goes_on_once_it_may() {
 fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
     const LOOK: u64 = 100_000_000;
     let governor = Arc::new(DriveGovernor::new(
-        PolicyChoice::Learned,
+        PolicyChoice::Adaptive,
         TickRate::NANOSECOND,
     ));
     let (mut drives, pairs): (Vec<_>, Vec<_>) = PRIORITY_CLASSES
@@ -530,7 +530,7 @@ fn leases_weigh_in_the_classes_of_their_pairs_by_their_queues() {
 #[test]
 fn a_class_of_quiet_leases_is_not_busy_and_no_queue_weighs_nothing() {
     let governor = Arc::new(DriveGovernor::new(
-        PolicyChoice::Learned,
+        PolicyChoice::Adaptive,
         TickRate::NANOSECOND,
     ));
     let (_drives, pairs): (Vec<_>, Vec<_>) = PRIORITY_CLASSES

@@ -14,6 +14,10 @@
 //!   commands slowly for its own reasons, for which the window must not shrink. On a drive that serves its pairs in turn,
 //!   most light commands may find no other command in their pair, and a few find the whole window. So the window also
 //!   shrinks if the second longest of eight latencies is too long four times in a row.
+//! - **In the same pair.** Latencies of light commands that were submitted behind heavy commands of their own pair are also
+//!   compared with those of the others. If their median is too long, and longer than that of the others, then the drive serves
+//!   its pairs in turn, and the *own window* shrinks: the heavy users' bytes in flight on a pair with a light user. The drive's
+//!   own slow commands are as frequent in both groups, so they do not shrink the own window.
 //!
 //! On a parallel drive, the window settles at about the size that fills the channels. There, the slowest percent of light
 //! commands is close to the median: p99 is within twice p99 alone.
@@ -57,6 +61,9 @@ const SLOW_TAILS_MAX: u32 = 4;
 /// becomes small.
 const WINDOW_SMALL: u64 = 64 << 10;
 
+/// Minimum of the own window: a small command. One command of any size may always be in flight.
+const OWN_WINDOW_MIN: u64 = 4096;
+
 /// Number of medians for which the window stays below a size that was too large. So trying that size again delays fewer than
 /// one in a hundred light commands.
 const CEILING_HOLD: u32 = 256;
@@ -79,6 +86,8 @@ impl CommandClass {
     /// Command of a light user whose latency is not measured.
     const LIGHT: Self = Self(1);
     const FIRST_KIND: u8 = 2;
+    /// Flag of a light command behind heavy commands of its queue pair.
+    const BEHIND_HEAVY: u8 = 1 << 7;
 
     /// Returns the class of a command of a light user that has `outstanding` commands, including this command.
     #[inline]
@@ -99,10 +108,23 @@ impl CommandClass {
         outstanding > LIGHT_COMMANDS || bytes > LIGHT_BYTES
     }
 
+    /// Returns the class of a light command that is submitted while its queue pair has heavy commands in flight.
+    #[inline]
+    #[must_use]
+    pub fn behind_heavy(self) -> Self {
+        Self(self.0 | Self::BEHIND_HEAVY)
+    }
+
+    /// Returns whether heavy commands of the same queue pair were in flight when the command was submitted.
+    fn is_behind_heavy(self) -> bool {
+        self.0 & Self::BEHIND_HEAVY != 0
+    }
+
     /// Returns the index into [`HeavyWindow::alone`] of the latency to compare with; `None` for a command that is not
     /// measured.
     fn kind_index(self) -> Option<usize> {
-        self.0.checked_sub(Self::FIRST_KIND).map(usize::from)
+        let kind = self.0 & !Self::BEHIND_HEAVY;
+        kind.checked_sub(Self::FIRST_KIND).map(usize::from)
     }
 }
 
@@ -144,12 +166,34 @@ struct LatencyProbe {
 pub struct SharingParameters {
     /// Bytes that all heavy users together may have in flight while there is a light user.
     pub window: u64,
+    /// Bytes of these that may be in flight on a queue pair with a light user.
+    pub own_window: u64,
     /// Length of a queue pair's turn at the window, in ticks.
     pub turn: u64,
     /// Time until which heavy users pause.
     pub pause_until: Ticks,
     /// Time from which the arrival of a light command starts a measurement.
     pub next_probe: Ticks,
+}
+
+/// Last latencies of a group of light commands, as ratios in 256ths.
+#[derive(Debug, Default)]
+struct LatencyGroup {
+    ratios: [u64; SAMPLES],
+    count: usize,
+}
+
+impl LatencyGroup {
+    /// Adds a latency. Returns the median of the last [`SAMPLES`] latencies, once for each of these.
+    fn add(&mut self, ratio: u64) -> Option<u64> {
+        self.ratios[self.count] = ratio;
+        self.count = (self.count + 1) % SAMPLES;
+        if self.count > 0 {
+            return None;
+        }
+        self.ratios.sort_unstable();
+        Some(self.ratios[SAMPLES / 2])
+    }
 }
 
 /// Adaptive parameters, derived from the latencies of light commands.
@@ -174,6 +218,11 @@ pub struct HeavyWindow {
     ceiling_hold: u32,
     /// Number of groups of [`SAMPLES`] latencies in a row whose second longest latency was too long.
     slow_tails: u32,
+    /// Latencies of light commands that were submitted behind heavy commands of their own pair, and of all others.
+    behind_heavy: LatencyGroup,
+    ahead: LatencyGroup,
+    /// Last median of `ahead`; 0 before the first.
+    ahead_median: u64,
 }
 
 impl HeavyWindow {
@@ -194,6 +243,7 @@ impl HeavyWindow {
             },
             parameters: SharingParameters {
                 window,
+                own_window: WINDOW_MAX,
                 turn: millisecond,
                 pause_until: Ticks(0),
                 next_probe: Ticks(next_probe),
@@ -207,6 +257,9 @@ impl HeavyWindow {
             ceiling: 0,
             ceiling_hold: 0,
             slow_tails: 0,
+            behind_heavy: LatencyGroup::default(),
+            ahead: LatencyGroup::default(),
+            ahead_median: 0,
         }
     }
 
@@ -261,13 +314,37 @@ impl HeavyWindow {
         if arrived < self.changed {
             return;
         }
-        self.latency_ratios[self.count] = (latency << 8) / alone;
+        let ratio = (latency << 8) / alone;
+        self.adapt_own_window(class, ratio);
+        self.latency_ratios[self.count] = ratio;
         self.count += 1;
         if self.count == SAMPLES {
             self.count = 0;
             self.changed = now;
             self.adapt();
         }
+    }
+
+    /// Adapts the window of pairs with light users to the latency of a light command.
+    fn adapt_own_window(&mut self, class: CommandClass, ratio: u64) {
+        if !class.is_behind_heavy() {
+            self.ahead_median = self.ahead.add(ratio).unwrap_or(self.ahead_median);
+            return;
+        }
+        let Some(median) = self.behind_heavy.add(ratio) else {
+            return;
+        };
+        let SharingParameters {
+            window, own_window, ..
+        } = self.parameters;
+        let is_longer = self.ahead_median > 0 && median * TAIL.0 / TAIL.1 > self.ahead_median;
+        self.parameters.own_window = if median > LATENCY_RATIO_MAX && is_longer {
+            let own = own_window.min(window);
+            let shrunk = own * LATENCY_RATIO_MAX / median;
+            shrunk.clamp(own / 8, own - own / 8).max(OWN_WINDOW_MIN)
+        } else {
+            (own_window + own_window / 32 + 512).min(WINDOW_MAX)
+        };
     }
 
     /// Adapts the window to the latencies of the last light commands.
@@ -413,5 +490,47 @@ mod tests {
             (ALONE / 2..5 * ALONE).contains(&window),
             "{window} ns in front of light commands"
         );
+    }
+
+    /// Returns the own window in bytes after 4,000 light commands, of which every fourth is behind heavy commands of its pair.
+    /// `latency` gets a random number below 100, and the bytes in flight on the pair.
+    fn own_window_by(latency: impl Fn(u64, u64) -> u64) -> u64 {
+        let mut heavy_window = HeavyWindow::new(PolicyChoice::Adaptive, TickRate::NANOSECOND);
+        let class = CommandClass::light(NvmOpcode::READ, 1);
+        let mut now = Ticks(1);
+        let mut random: u64 = 1;
+        for i in 0..4000 {
+            random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+            heavy_window.on_arrival(now);
+            let SharingParameters {
+                own_window,
+                pause_until,
+                ..
+            } = heavy_window.parameters();
+            let (class, heavy) = match now >= pause_until && i % 4 == 0 {
+                true => (class.behind_heavy(), own_window),
+                false => (class, 0),
+            };
+            let arrived = now;
+            now = add_ticks(now, latency((random >> 33) % 100, heavy));
+            heavy_window.on_completion(class, arrived, now);
+        }
+        heavy_window.parameters().own_window
+    }
+
+    #[test]
+    fn the_own_window_shrinks_if_light_commands_wait_for_their_own_pair() {
+        let own = own_window_by(|_, heavy| ALONE + heavy);
+        assert!((OWN_WINDOW_MIN..=2 * ALONE).contains(&own), "{own}");
+    }
+
+    #[test]
+    fn the_own_window_stays_large_if_all_light_commands_wait_alike() {
+        assert_eq!(own_window_by(|_, _| 3 * ALONE), WINDOW_MAX);
+        let own = own_window_by(|random, _| match random < 10 {
+            true => 20 * ALONE,
+            false => ALONE,
+        });
+        assert_eq!(own, WINDOW_MAX);
     }
 }

@@ -591,7 +591,7 @@ impl QueuePairCore {
         let window = self.sharing.window(now);
         let reserved = self.light_entries();
         let most = match window {
-            QueuePairWindow::Own(bytes) | QueuePairWindow::Drive(bytes) => bytes,
+            QueuePairWindow::Own(bytes) | QueuePairWindow::Turn { total: bytes, .. } => bytes,
             QueuePairWindow::Open | QueuePairWindow::Closed => u64::MAX,
         };
         while let Some(number) = self.sharing.arbitration.next() {
@@ -614,7 +614,7 @@ impl QueuePairCore {
             // The last child of a split command counts as a full window. Otherwise the last children of several commands would
             // go to the drive together.
             let claim = match window {
-                QueuePairWindow::Drive(bytes) if self.is_split(number) => bytes,
+                QueuePairWindow::Turn { total, .. } if self.is_split(number) => total,
                 _ => weight,
             };
             if !self.sharing.has_credits(window, claim, now)
@@ -714,6 +714,10 @@ impl QueuePairCore {
             return false;
         }
         let (class, arrived) = (head.class, head.arrived_at);
+        let class = match class != CommandClass::HEAVY && sharing.heavy_bytes() > 0 {
+            true => class.behind_heavy(),
+            false => class,
+        };
         let Some((sqe, child)) = user.take_next(most) else {
             return false;
         };

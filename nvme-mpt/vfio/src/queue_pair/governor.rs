@@ -42,8 +42,14 @@ pub(super) enum QueuePairWindow {
     Open,
     /// The pair may have this number of bytes in flight, or one command that is larger.
     Own(u64),
-    /// All pairs together may have this number of bytes in flight, or one command that is larger.
-    Drive(u64),
+    /// It is the pair's turn: all pairs together may have `total` bytes in flight, of which `own` on this pair, or one command
+    /// that is larger.
+    Turn {
+        /// Maximum of the bytes in flight on all pairs.
+        total: u64,
+        /// Maximum of the bytes in flight on this pair.
+        own: u64,
+    },
     /// No heavy command may be launched for a few milliseconds: a probe measures the light users' latency, or another pair has
     /// the turn.
     Closed,
@@ -61,6 +67,8 @@ pub struct DriveGovernor {
     /// [`ACTIVITY_TIME`], in ticks.
     activity_ticks: u64,
     window: AtomicU64,
+    /// Maximum of heavy users' bytes in flight on a pair with a light user, while other pairs have waiting commands.
+    own_window: AtomicU64,
     /// Time until which no command is submitted directly, on any pair; `u64::MAX` while light commands are in flight.
     direct_disabled_until: AtomicU64,
     /// Time until which the drive counts as contended, so that lone users count as light or heavy too.
@@ -103,6 +111,7 @@ impl DriveGovernor {
         Self {
             activity_ticks: rate.ticks(ACTIVITY_TIME),
             window: AtomicU64::new(settings.window),
+            own_window: AtomicU64::new(settings.own_window),
             direct_disabled_until: AtomicU64::new(0),
             contended_until: AtomicU64::new(0),
             weight_limited_until: AtomicU64::new(0),
@@ -268,8 +277,11 @@ impl DriveGovernor {
     /// Returns the present limit of a pair's heavy users. The pairs on which commands wait divide the window, or take turns if
     /// their shares would be too small. Turns are better than small shares: one large command uses the drive better than
     /// several small commands, and delays a light command by no more.
+    ///
+    /// On a pair with a light user (`has_light`), the own window applies as well. On a drive that serves its pairs in turn, a
+    /// light command waits for all commands before it in its own pair, but for few of other pairs.
     #[inline]
-    pub(super) fn window(&self, pair: u64, now: Ticks) -> QueuePairWindow {
+    pub(super) fn window(&self, pair: u64, has_light: bool, now: Ticks) -> QueuePairWindow {
         if now.0 < self.pause_until.load(Ordering::Relaxed) {
             return QueuePairWindow::Closed;
         }
@@ -279,10 +291,15 @@ impl DriveGovernor {
         let waiting = self.waiting.load(Ordering::Relaxed) | Self::bit(pair);
         let bytes = self.window.load(Ordering::Relaxed);
         let share = bytes / u64::from(waiting.count_ones());
+        let own = match has_light && waiting.count_ones() > 1 {
+            true => self.own_window.load(Ordering::Relaxed),
+            false => u64::MAX,
+        };
         if share >= SHARE_MIN {
-            QueuePairWindow::Own(share)
+            QueuePairWindow::Own(share.min(own))
         } else if self.has_turn(pair, waiting, now) {
-            QueuePairWindow::Drive(bytes)
+            let own = own.min(bytes);
+            QueuePairWindow::Turn { total: bytes, own }
         } else {
             QueuePairWindow::Closed
         }
@@ -367,6 +384,8 @@ impl DriveGovernor {
         let settings = window.parameters();
         if settings != before {
             self.window.store(settings.window, Ordering::Relaxed);
+            self.own_window
+                .store(settings.own_window, Ordering::Relaxed);
             self.turn.store(settings.turn, Ordering::Relaxed);
             self.pause_until
                 .store(settings.pause_until.0, Ordering::Relaxed);

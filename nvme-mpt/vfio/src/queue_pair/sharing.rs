@@ -52,6 +52,8 @@ pub(super) struct QueuePairSharing {
     /// True if this pair has reported to the governor that heavy commands wait on it.
     is_waiting: bool,
     activity: QueuePairUserActivity,
+    /// Time of the last light command on this pair; `None` if there was none.
+    light_arrived: Option<Ticks>,
 }
 
 impl QueuePairSharing {
@@ -70,6 +72,7 @@ impl QueuePairSharing {
             heavy_bytes: 0,
             is_waiting: false,
             activity: QueuePairUserActivity::default(),
+            light_arrived: None,
         }
     }
 
@@ -83,14 +86,19 @@ impl QueuePairSharing {
     pub(super) fn on_command_arrived(&mut self, user: u16, is_light: bool, now: Ticks) {
         self.activity.record(user, now);
         if is_light {
+            self.light_arrived = Some(now);
             self.governor.on_light_arrived(now);
         }
     }
 
     /// Returns the current limit of heavy users' bytes in flight on this pair.
     pub(super) fn window(&self, now: Ticks) -> QueuePairWindow {
-        let window = self.governor.window(self.number, now);
-        let is_alone = || self.activity.is_alone(now, self.governor.activity_ticks());
+        let activity_ticks = self.governor.activity_ticks();
+        let has_light = self
+            .light_arrived
+            .is_some_and(|arrived| now.since(arrived) <= activity_ticks);
+        let window = self.governor.window(self.number, has_light, now);
+        let is_alone = || self.activity.is_alone(now, activity_ticks);
         // Without a limit, the drive would divide its time by the number of commands that each user submits.
         if window == QueuePairWindow::Open && !is_alone() {
             return QueuePairWindow::Own(self.heavy_bytes_max.min(WINDOW_MAX));
@@ -117,19 +125,16 @@ impl QueuePairSharing {
     /// Returns whether a heavy command that counts as `claim` bytes may go to the drive now. `window` limits the heavy users'
     /// bytes in flight. A command above the limit may go only while no other heavy bytes count against it.
     pub(super) fn has_credits(&self, window: QueuePairWindow, claim: u64, now: Ticks) -> bool {
-        let (bytes, in_flight) = match window {
-            QueuePairWindow::Open => return true,
-            QueuePairWindow::Closed => return false,
-            QueuePairWindow::Own(bytes) => (bytes, self.heavy_bytes),
-            QueuePairWindow::Drive(bytes) => {
-                let in_flight = self.governor.in_flight();
-                if in_flight == 0 && 2 * claim > bytes {
-                    return self.governor.can_submit_heavy(now);
-                }
-                (bytes, in_flight)
-            }
-        };
-        in_flight == 0 || in_flight + claim <= bytes
+        let fits = |in_flight: u64, limit: u64| in_flight == 0 || in_flight + claim <= limit;
+        match window {
+            QueuePairWindow::Open => true,
+            QueuePairWindow::Closed => false,
+            QueuePairWindow::Own(bytes) => fits(self.heavy_bytes, bytes),
+            QueuePairWindow::Turn { total, own } => match self.governor.in_flight() {
+                0 if 2 * claim > total => self.governor.can_submit_heavy(now),
+                in_flight => fits(in_flight, total) && fits(self.heavy_bytes, own),
+            },
+        }
     }
 
     /// Counts heavy users' bytes that were submitted to the drive.

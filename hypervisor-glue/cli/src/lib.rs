@@ -4,12 +4,12 @@
 //! results. `nvme-mpt serve` calls [`nvme_mpt_server::serve`]. Most other commands send a request to a running server on its
 //! control socket ([`nvme_mpt_server::control`]); `table` formats the answers as tables, and [`top`] shows rates in a terminal.
 //!
-//! The remaining commands need no server. They list the host's physical drives ([`drives`]) and rebind them to VFIO
-//! ([`nvme_vfio::bind`]), make profiles of drives ([`nvme_models::fit`]), and check a host or a drive ([`nvme_mpt_doctor`]).
+//! The remaining commands need no server. They list the host's physical drives ([`nvme_mpt_doctor::host_drives`]) and rebind
+//! them to VFIO ([`nvme_vfio::bind`]), make profiles of drives ([`nvme_models::fit`]), and check a host or a drive
+//! ([`nvme_mpt_doctor`]).
 
 #![forbid(unsafe_code)]
 
 pub mod cli;
-pub mod drives;
 mod table;
 pub mod top;

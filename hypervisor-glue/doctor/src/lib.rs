@@ -5,7 +5,8 @@
 //!
 //! [`DoctorReport::test_namespace`] overwrites a namespace with the operator's consent: see [`scratch`].
 //!
-//! Module `host` checks the host, `drive` checks a drive, and `report` has the types of their results.
+//! Module `host` checks the host, `drive` checks a drive, and `report` has the types of their results. Module [`host_drives`]
+//! lists the drives of the host, without opening any.
 //!
 //! # Example
 //!
@@ -35,6 +36,7 @@
 
 mod drive;
 mod host;
+pub mod host_drives;
 mod report;
 pub mod scratch;
 #[cfg(test)]

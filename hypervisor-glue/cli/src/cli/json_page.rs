@@ -18,6 +18,7 @@ use nvme_lease::range::ByteRange;
 use nvme_lease::{
     CapacityUse, LeaseEntry, LeaseExtents, LeaseHolderState, LeaseSettings, NamespaceCapacity,
 };
+use nvme_mpt_doctor::host_drives::HostDrive;
 use nvme_mpt_doctor::{CheckOutcome, DoctorCheck, DoctorReport, ReportSection};
 use nvme_mpt_server::capacity::DriveCapacity;
 use nvme_mpt_server::change::{
@@ -36,7 +37,6 @@ use super::functions::upgrade_json;
 use super::leases::ShownLease;
 use super::log_json;
 use super::stats::DatedStats;
-use crate::drives::HostDrive;
 
 /// A field as the page describes it: its type and its meaning.
 #[derive(Clone, Debug)]

@@ -20,6 +20,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use nvme_mpt_doctor::host_drives;
 use nvme_mpt_logging::{self as logging, LevelFilter, LogFilter, ThreadedOutput};
 use nvme_mpt_server::change::{ChangeResult, FunctionChange};
 use nvme_mpt_server::confinement::{ConfinementOptions, FileRule, SeccompMode};
@@ -50,7 +51,6 @@ use self::leases::{LeasesArgs, run_leases};
 use self::manual::{CompletionsArgs, ManArgs};
 use self::stats::StatsArgs;
 use self::top::TopArgs;
-use crate::drives;
 use crate::table::faults;
 use nvme_mpt_vmm::options::{
     OptionError, OptionText, STATE_DIR, ServerDriveOptions, ServerFunctionOptions, VmmSocket,
@@ -685,7 +685,7 @@ fn run_drives(options: DrivesArgs) -> Result<(), Box<dyn Error>> {
         Err(ControlError::NoServer { .. } | ControlError::Permission { .. }) => Vec::new(),
         Err(error) => return Err(error.into()),
     };
-    let drives = drives::list_drives(&HostRoot::default(), &result)?;
+    let drives = host_drives::list_drives(&HostRoot::default(), &result)?;
     let mut out = io::stdout().lock();
     if options.server.json {
         writeln!(out, "{}", serde_json::to_string(&drives)?)?;

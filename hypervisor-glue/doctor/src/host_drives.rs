@@ -1,5 +1,5 @@
-//! `nvme-mpt drives`: lists the host's NVMe functions with their drivers and users, and the obstacles that prevent a server
-//! from using them.
+//! List of the host's NVMe functions with their drivers and users, and the obstacles that prevent a server from using them:
+//! `nvme-mpt drives`.
 
 use std::fmt;
 

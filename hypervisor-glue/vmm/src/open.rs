@@ -27,7 +27,7 @@ use thiserror::Error;
 
 use crate::drives::{self, DrivePath, OpenDriveError};
 use crate::ledger_writer::LedgerWriterThread;
-use crate::options::{FunctionOptions, LeaseSize, ParsedFunctionOptions};
+use crate::options::{FunctionOptions, ParsedFunctionOptions};
 use crate::sandbox;
 
 /// Errors of opening the drive and taking the lease that an option string describes.
@@ -355,8 +355,11 @@ fn default_unit(drive: &Drive) -> u64 {
 /// # Errors
 ///
 /// The drive does not allow the `unit=`, or no lease by size.
-fn requested_bytes(lease_size: LeaseSize, drive: &Drive) -> Result<RequestedBytes, OpenError> {
-    let LeaseSize { size, unit } = lease_size;
+fn requested_bytes(
+    size: ByteSize,
+    unit: Option<ByteSize>,
+    drive: &Drive,
+) -> Result<RequestedBytes, OpenError> {
     let multiple = drive.controller().lease_unit_bytes();
     let unit = unit.map_or_else(|| default_unit(drive), |unit| unit.0);
     match multiple {
@@ -385,7 +388,7 @@ fn lease_request(
 ) -> Result<(String, RequestedBytes), OpenError> {
     ledgers.rename_leases(drive)?;
     if let (Some(size), Some(id)) = (options.size, &options.id) {
-        return Ok((id.clone(), requested_bytes(size, drive)?));
+        return Ok((id.clone(), requested_bytes(size, options.unit, drive)?));
     }
     let namespace = drive.namespace();
     let range = match options.range {
@@ -427,12 +430,11 @@ pub fn lease_to_truncate(
     ledgers: &LeaseLedgers,
     bytes: ByteSize,
 ) -> Result<Lease, OpenError> {
-    let Some(LeaseSize { unit, .. }) = options.size else {
+    if options.size.is_none() {
         return Err(OpenError::NoSize);
-    };
-    let size = bytes;
+    }
     let options = FunctionOptions {
-        size: Some(LeaseSize { size, unit }),
+        size: Some(bytes),
         ..options.clone()
     };
     let (id, wanted) = lease_request(&options, drive, ledgers)?;

@@ -153,10 +153,13 @@ mod tests {
             File::create(&path).unwrap().set_len(1 << 20).unwrap();
             path
         });
-        let config = |path: &Path| FunctionConfig {
-            path: path.display().to_string(),
-            state_dir: state_dir.clone(),
-            ..FunctionConfig::default()
+        let config = |path: &Path| {
+            let value = |key: &str| match key {
+                "path" => Some(path.display().to_string()),
+                "state_dir" => Some(state_dir.display().to_string()),
+                _ => None,
+            };
+            FunctionConfig::from_keys(value).unwrap()
         };
         let ledgers = LeaseLedgers::open(&state_dir);
         let start = |config: &FunctionConfig| {

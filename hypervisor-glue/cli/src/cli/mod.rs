@@ -373,7 +373,7 @@ struct ControlSocketArgs {
 fn drive_help() -> String {
     format!(
         "A drive that stays open without functions: {}",
-        ServerDriveOptions::KEYS.join(", ")
+        ServerDriveOptions::keys().collect::<Vec<_>>().join(", ")
     )
 }
 

@@ -276,7 +276,7 @@ fn confine(function: &ParsedFunctionOptions, state_dir: String) {
         rules = rules.add_rules(path_beneath_rules([path], rights)).unwrap();
     }
     let status = rules.restrict_self().unwrap().ruleset;
-    let report = match fs::File::open(&config.path) {
+    let report = match fs::File::open(text.get("path").unwrap()) {
         _ if status != RulesetStatus::FullyEnforced => NOT_CONFINED,
         Ok(_) => WITH_DRIVE,
         Err(error) if error.kind() == ErrorKind::PermissionDenied => WITHOUT_DRIVE,

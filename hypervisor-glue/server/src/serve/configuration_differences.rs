@@ -161,8 +161,7 @@ impl RunningConfiguration {
                 continue;
             };
             let options = &other.function.function;
-            let is_larger = options.size.map(|size| size.size.0)
-                > function.function.size.map(|size| size.size.0);
+            let is_larger = options.size > function.function.size;
             if options.rates != function.function.rates {
                 let keys = "limit".to_owned();
                 all.push(ConfigurationDifference::Changed { socket, keys });

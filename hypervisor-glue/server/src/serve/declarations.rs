@@ -58,12 +58,12 @@ impl<T: FromStr<Err = OptionError>> ParsedDeclaration<T> {
     pub(super) fn with_files(text: OptionText, files: FileContents) -> Result<Self, OptionError> {
         let mut open: Vec<OwnedFd> = Vec::new();
         let mut readable = text.clone();
-        for (key, content) in &files {
+        for (key, _) in text.named_files() {
+            let Some(content) = files.get(key) else {
+                continue;
+            };
             let file = memory_file(content).map_err(|source| OptionError::Value {
-                key: match key.as_str() {
-                    "profile" => "profile",
-                    _ => "faults",
-                },
+                key,
                 value: text.get(key).unwrap_or_default().to_owned(),
                 source: Box::new(source),
             })?;
@@ -97,10 +97,7 @@ fn read_option_files(text: &OptionText) -> FileContents {
         let content = read_option_file(&path).ok()?;
         Some((key.to_owned(), content))
     };
-    keyed_option_files(text)
-        .into_iter()
-        .filter_map(named)
-        .collect()
+    text.named_files().into_iter().filter_map(named).collect()
 }
 
 fn read_option_file(path: &Path) -> io::Result<String> {
@@ -200,9 +197,8 @@ impl FunctionDeclaration {
 
     /// Returns the declaration with the lease size of the function `other`.
     pub(super) fn with_size_of(mut self, other: &ServerFunctionOptions) -> Self {
-        if let (Some(size), Some(other)) = (&mut self.function.function.size, &other.function.size)
-        {
-            size.size = other.size;
+        if let (Some(size), Some(other)) = (&mut self.function.function.size, other.function.size) {
+            *size = other;
         }
         self
     }
@@ -210,7 +206,7 @@ impl FunctionDeclaration {
     /// Sets the lease size, also in the option text.
     pub(super) fn set_size(&mut self, size: ByteSize) {
         if let Some(requested_size) = &mut self.function.function.size {
-            requested_size.size = size;
+            *requested_size = size;
         }
         self.text = self
             .text
@@ -340,19 +336,10 @@ impl ConfigFileContents {
     }
 }
 
-/// Returns the files that `profile=` and `faults=` name.
+/// Returns the files that options name.
 pub fn option_files(text: &OptionText) -> Vec<PathBuf> {
-    let described = keyed_option_files(text).into_iter();
-    described.map(|(_, path)| path).collect()
-}
-
-/// Returns the keys `profile` and `faults` that the options have, with the paths of the files that they name.
-fn keyed_option_files(text: &OptionText) -> Vec<(&'static str, PathBuf)> {
-    let profile = text.get("profile").filter(|name| name.contains('/'));
-    let profile = profile.map(|path| ("profile", path.into()));
-    let faults = text.get("faults").filter(|name| *name != "none");
-    let faults = faults.map(|path| ("faults", path.into()));
-    profile.into_iter().chain(faults).collect()
+    let named = text.named_files().into_iter();
+    named.map(|(_, path)| path).collect()
 }
 
 /// Parser of the tables of a configuration file: `[[drive]]`, `[[function]]` and `[[landlock-rule]]`.

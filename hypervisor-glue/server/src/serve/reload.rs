@@ -48,11 +48,7 @@ impl FunctionRegistry {
             };
             let stays = wanted.remove(stays);
             // A reload never shrinks a lease.
-            let requested_size = stays
-                .function
-                .function
-                .size
-                .map(|requested_size| requested_size.size);
+            let requested_size = stays.function.function.size;
             let larger = requested_size.filter(|size| registered_function.needs_growth(*size));
             grown.extend(larger.map(|size| (place, size)));
             if stays.function.function.rates != rates {

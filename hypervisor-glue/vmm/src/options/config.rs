@@ -1,18 +1,21 @@
-//! A function in a VMM's own configuration, with a field for each option. A VMM's API and configuration files use this form
-//! instead of an option string.
+//! A function in a VMM's own configuration. A VMM's API and configuration files use this form instead of an option string.
 
+use std::collections::BTreeMap;
+use std::fmt;
 use std::path::PathBuf;
 
-use crate::drives::{DrivePath, is_block_device};
 use nvme_models::DriveProfile;
 use nvme_mpt_lease_protocol::sockets_dir;
-use serde::{Deserialize, Serialize};
+use serde::de::{Error, MapAccess, Visitor};
+use serde::ser::SerializeMap;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::error::OptionError;
-use super::function::{FunctionOptions, LbaSize};
-use super::key_values::{KeyValues, parse_value};
+use super::function::FunctionOptions;
+use super::option_table::{NO_PATH, OPTIONS};
+use super::option_text::OptionText;
 use super::parsed_options::ParsedFunctionOptions;
-use super::server_options::OptionText;
+use crate::drives::{DrivePath, is_block_device};
 
 /// Default directory of the lease ledger.
 ///
@@ -20,192 +23,52 @@ use super::server_options::OptionText;
 /// directory is not in /run, which a restart of the host empties.
 pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
+/// Key of [`FunctionConfig::state_dir`].
+const STATE_DIR_KEY: &str = "state_dir";
+
 /// Configuration of a function: the options of [`FunctionOptions`] as text.
 ///
-/// Unknown keys are errors, because a misspelt key is dangerous: `rang` for `range` would lease the whole drive. A type that
-/// flattens this type (`serde(flatten)`) must refuse unknown keys itself.
+/// When it is read by serde, unknown keys are errors, because a misspelt key is dangerous: `rang` for `range` would lease the
+/// whole drive. A type that flattens this type (`serde(flatten)`) must refuse unknown keys itself.
 ///
-/// Unlike an option string, this type has no field `id`, since a device's id is unique within one VM only. The field `lease` is
+/// Unlike an option string, this type has no key `id`, since a device's id is unique within one VM only. The key `lease` is
 /// the id of the lease.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FunctionConfig {
-    /// The drive.
-    pub path: String,
-    /// Range of the drive for the guest.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub range: Option<String>,
-    /// Size of the lease, whose extents are allocated anywhere on the drive.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub size: Option<String>,
-    /// Unit of which the extents of a lease with `size` are multiples.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub unit: Option<String>,
-    /// Maximum number of I/O queue pairs.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub queues: Option<u16>,
-    /// Number of the physical drive's I/O queue pairs to reserve for the function.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub reserve: Option<u16>,
-    /// Maximum data transfer of a command.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub mdts: Option<String>,
-    /// Name of the lease.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub lease: Option<String>,
-    /// Mode of the guest's doorbells: whether their writes exit to the VMM.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub doorbells: Option<String>,
-    /// Doorbell stride in bytes.
-    #[serde(rename = "doorbell-stride", skip_serializing_if = "Option::is_none")]
-    pub doorbell_stride: Option<u16>,
-    /// Polling policy of the guest's queues.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub poll: Option<String>,
-    /// Names of adaptive policies whose parameters stay fixed.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub fixed: Option<String>,
-    /// Kinds of files that may back the VM's memory.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub memory: Option<String>,
-    /// Maximum bytes of the VM's memory that are mapped for a physical drive.
-    #[serde(
-        default,
-        rename = "memory-limit",
-        skip_serializing_if = "Option::is_none"
-    )]
-    pub memory_limit: Option<String>,
-    /// Maximum I/O commands per second.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub iops: Option<String>,
-    /// Maximum bytes per second.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub bandwidth: Option<String>,
-    /// Weight of the function against other guests on shared queue pairs of a physical drive.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub weight: Option<u16>,
-    /// Policy for data that another lease id left in the leased bytes.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub data: Option<String>,
-    /// Serial number.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub serial: Option<String>,
-    /// Logical block size of a software drive, in bytes.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub lba: Option<u32>,
-    /// Name of the drive's label.
-    #[serde(default, rename = "drive-id", skip_serializing_if = "Option::is_none")]
-    pub drive_id: Option<String>,
-    /// With `raw`, the leased bytes may begin with a disk image header. A guest then sees the image file's bytes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub format: Option<String>,
-    /// Performance model of a software drive.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub profile: Option<String>,
-    /// Fault schedule of a software drive.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub faults: Option<String>,
-    /// With `on`, a `memory:` drive allocates all its memory when it is opened. Otherwise, it allocates memory as blocks are
-    /// written.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub populate: Option<String>,
-    /// Namespace of a physical drive.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub namespace: Option<u32>,
-    /// Timeout of the drive's commands in seconds; the default depends on the kind of drive.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub timeout: Option<u64>,
-    /// Arbitration mechanism with which a physical drive is enabled.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub arbitration: Option<String>,
-    /// Maximum time in seconds that the function waits for a new drive server after the old one has ended.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub reconnect: Option<u64>,
+    /// The options in the order of [`Self::KEYS`].
+    text: OptionText,
     /// Directory of the lease ledger.
     pub state_dir: PathBuf,
 }
 
-const NO_PATH: OptionError = OptionError::Missing {
-    key: "path",
-    example: "DRIVE, a PCI address, a file, a block device, memory:SIZE or null:SIZE",
-};
-
-fn default_state_dir() -> PathBuf {
-    STATE_DIR.into()
-}
-
 impl Default for FunctionConfig {
-    /// Returns a configuration with an empty drive path and the default of each option.
+    /// Returns a configuration without a drive path and with the default of each option.
     fn default() -> Self {
         Self {
-            path: String::new(),
-            range: None,
-            size: None,
-            unit: None,
-            queues: None,
-            reserve: None,
-            mdts: None,
-            lease: None,
-            doorbells: None,
-            doorbell_stride: None,
-            poll: None,
-            fixed: None,
-            memory: None,
-            memory_limit: None,
-            iops: None,
-            bandwidth: None,
-            weight: None,
-            data: None,
-            serial: None,
-            lba: None,
-            drive_id: None,
-            format: None,
-            profile: None,
-            faults: None,
-            populate: None,
-            namespace: None,
-            timeout: None,
-            arbitration: None,
-            reconnect: None,
-            state_dir: default_state_dir(),
+            text: OptionText::default(),
+            state_dir: STATE_DIR.into(),
         }
     }
 }
 
+/// Returns all keys of a configuration: those of [`OPTIONS`] except `id`, then [`STATE_DIR_KEY`].
+const fn config_keys() -> [&'static str; OPTIONS.len()] {
+    let mut keys = [STATE_DIR_KEY; OPTIONS.len()];
+    let (mut option, mut place) = (0, 0);
+    while option < OPTIONS.len() {
+        let key = OPTIONS[option].help.key;
+        if !matches!(key.as_bytes(), b"id") {
+            keys[place] = key;
+            place += 1;
+        }
+        option += 1;
+    }
+    keys
+}
+
 impl FunctionConfig {
     /// All keys of the configuration.
-    pub const KEYS: &[&str] = &[
-        "path",
-        "range",
-        "size",
-        "unit",
-        "queues",
-        "reserve",
-        "mdts",
-        "lease",
-        "doorbells",
-        "doorbell-stride",
-        "poll",
-        "fixed",
-        "memory",
-        "memory-limit",
-        "iops",
-        "bandwidth",
-        "weight",
-        "data",
-        "serial",
-        "lba",
-        "drive-id",
-        "format",
-        "profile",
-        "faults",
-        "populate",
-        "namespace",
-        "timeout",
-        "arbitration",
-        "reconnect",
-        "state_dir",
-    ];
+    pub const KEYS: &[&str] = &config_keys();
 
     /// Builds a configuration from the keys and values of options. `get` returns the value of a key, or `None` if the option is
     /// not given.
@@ -214,44 +77,26 @@ impl FunctionConfig {
     /// [`OptionError::Missing`] without a path, and [`OptionError::Value`] for an invalid number. [`Self::options`] checks all
     /// other values.
     pub fn from_keys(mut get: impl FnMut(&str) -> Option<String>) -> Result<Self, OptionError> {
-        let path = get("path").ok_or(NO_PATH)?;
-        let state_dir = get("state_dir").map_or_else(default_state_dir, PathBuf::from);
-        Ok(Self {
-            path,
-            range: get("range"),
-            size: get("size"),
-            unit: get("unit"),
-            queues: parse_value("queues", get("queues"), str::parse)?,
-            reserve: parse_value("reserve", get("reserve"), str::parse)?,
-            mdts: get("mdts"),
-            lease: get("lease"),
-            doorbells: get("doorbells"),
-            doorbell_stride: parse_value("doorbell-stride", get("doorbell-stride"), str::parse)?,
-            poll: get("poll"),
-            fixed: get("fixed"),
-            memory: get("memory"),
-            memory_limit: get("memory-limit"),
-            iops: get("iops"),
-            bandwidth: get("bandwidth"),
-            weight: parse_value("weight", get("weight"), str::parse)?,
-            data: get("data"),
-            serial: get("serial"),
-            lba: parse_value("lba", get("lba"), str::parse::<LbaSize>)?.map(LbaSize::bytes),
-            drive_id: get("drive-id"),
-            format: get("format"),
-            profile: get("profile"),
-            faults: get("faults"),
-            populate: get("populate"),
-            namespace: parse_value("namespace", get("namespace"), str::parse)?,
-            timeout: parse_value(
-                "timeout",
-                get("timeout").filter(|text| text != "none"),
-                str::parse,
-            )?,
-            arbitration: get("arbitration"),
-            reconnect: parse_value("reconnect", get("reconnect"), str::parse)?,
-            state_dir,
-        })
+        let mut pairs = Vec::new();
+        for option in OPTIONS {
+            let key = option.help.key;
+            if key == "id" {
+                continue;
+            }
+            let value = match (get(key), option.number) {
+                (Some(value), Some(number)) => number(&value)
+                    .map_err(|source| OptionError::Value { key, value, source })?
+                    .map(|number| number.to_string()),
+                (value, _) => value,
+            };
+            pairs.extend(value.map(|value| (key.to_owned(), value)));
+        }
+        let text = OptionText::from_pairs(pairs)?;
+        if text.get("path").is_none() {
+            return Err(NO_PATH);
+        }
+        let state_dir = get(STATE_DIR_KEY).map_or_else(|| STATE_DIR.into(), PathBuf::from);
+        Ok(Self { text, state_dir })
     }
 
     /// Returns the parsed options.
@@ -259,8 +104,7 @@ impl FunctionConfig {
     /// # Errors
     /// Any [`OptionError`] that the options' values can cause.
     pub fn options(&self) -> Result<FunctionOptions, OptionError> {
-        let mut keys = KeyValues::from_pairs(self.pairs()?);
-        FunctionOptions::take(&mut keys)
+        FunctionOptions::from_text(self.text.clone())
     }
 
     /// Returns the parsed options together with their text.
@@ -268,7 +112,7 @@ impl FunctionConfig {
     /// # Errors
     /// Any [`OptionError`] that the options' values can cause.
     pub fn options_with_text(&self) -> Result<ParsedFunctionOptions, OptionError> {
-        ParsedFunctionOptions::from_text(OptionText::from_pairs(self.pairs()?)?)
+        ParsedFunctionOptions::from_text(self.text.clone())
     }
 
     /// Returns the files that a sandbox must allow if this process opens the function's drive itself, each with true if write
@@ -278,13 +122,12 @@ impl FunctionConfig {
     /// # Errors
     /// [`OptionError::Value`] if the path names no drive.
     pub fn required_files(&self) -> Result<Vec<(PathBuf, bool)>, OptionError> {
-        let path = Some(self.path.clone());
         let mut files = vec![(self.state_dir.clone(), true)];
-        match parse_value("path", path, str::parse)? {
+        match self.text.clone().take_value("path", str::parse)? {
             Some(DrivePath::File(file)) => {
                 // A disk model writes its state to a file next to the drive, and replaces this file by a rename, so it needs
                 // the directory.
-                let keeps_state = self.profile.as_deref().is_some_and(|name| {
+                let keeps_state = self.text.get("profile").is_some_and(|name| {
                     // If the profile cannot be read, a state file is assumed. The function's start reports the error.
                     let profile = DriveProfile::load(name).ok();
                     profile.is_none_or(|profile| profile.has_state_file())
@@ -309,110 +152,102 @@ impl FunctionConfig {
             // A `null:` or `memory:` drive has no file.
             _ => {}
         }
-        if self.poll.as_ref().is_some_and(|poll| poll.contains('@')) {
+        if self.text.get("poll").is_some_and(|poll| poll.contains('@')) {
             files.push(("/sys/devices/system/cpu".into(), false));
             let nodes = PathBuf::from("/sys/devices/system/node");
             if nodes.exists() {
                 files.push((nodes, false));
             }
         }
-        files.extend(self.profile_and_fault_files());
+        files.extend(self.named_files());
         Ok(files)
     }
 
     /// Returns the files that a function needs if a drive server has its drive, each with true if write access is needed.
     pub(crate) fn required_files_with_server(&self) -> Vec<(PathBuf, bool)> {
         let mut files = vec![(sockets_dir(&self.state_dir), false)];
-        files.extend(self.profile_and_fault_files());
+        files.extend(self.named_files());
         files
     }
 
-    /// Returns the profile and fault schedule files that the options name.
-    fn profile_and_fault_files(&self) -> impl Iterator<Item = (PathBuf, bool)> {
-        let described = [&self.profile, &self.faults].into_iter().flatten();
-        let named = described.filter(|name| name.contains('/'));
-        named.map(|name| (name.into(), false))
+    /// Returns the files that options name.
+    fn named_files(&self) -> impl Iterator<Item = (PathBuf, bool)> {
+        let named = self.text.named_files().into_iter();
+        named.map(|(_, path)| (path, false))
+    }
+}
+
+impl Serialize for FunctionConfig {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        for option in OPTIONS {
+            let key = option.help.key;
+            let Some(value) = self.text.get(key) else {
+                continue;
+            };
+            match value.parse::<u64>() {
+                Ok(number) if option.number.is_some() => map.serialize_entry(key, &number)?,
+                _ => map.serialize_entry(key, value)?,
+            }
+        }
+        map.serialize_entry(STATE_DIR_KEY, &self.state_dir)?;
+        map.end()
+    }
+}
+
+impl<'de> Deserialize<'de> for FunctionConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        // With the keys, a type that flattens this one gets the other keys.
+        deserializer.deserialize_struct("FunctionConfig", Self::KEYS, FunctionConfigVisitor)
+    }
+}
+
+/// Reader of a [`FunctionConfig`] from a map, such as an object of JSON.
+struct FunctionConfigVisitor;
+
+impl<'de> Visitor<'de> for FunctionConfigVisitor {
+    type Value = FunctionConfig;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the options of a function")
     }
 
-    fn pairs(&self) -> Result<Vec<(String, String)>, OptionError> {
-        let Self {
-            path,
-            range,
-            size,
-            unit,
-            queues,
-            reserve,
-            mdts,
-            lease,
-            doorbells,
-            doorbell_stride,
-            poll,
-            fixed,
-            memory,
-            memory_limit,
-            iops,
-            bandwidth,
-            weight,
-            data,
-            serial,
-            lba,
-            drive_id,
-            format,
-            profile,
-            faults,
-            populate,
-            namespace,
-            timeout,
-            arbitration,
-            reconnect,
-            state_dir: _,
-        } = self;
-        let pairs = [
-            ("path", Some(path.clone())),
-            ("range", range.clone()),
-            ("size", size.clone()),
-            ("unit", unit.clone()),
-            ("queues", queues.map(|queues| queues.to_string())),
-            ("reserve", reserve.map(|pairs| pairs.to_string())),
-            ("mdts", mdts.clone()),
-            ("lease", lease.clone()),
-            ("doorbells", doorbells.clone()),
-            (
-                "doorbell-stride",
-                doorbell_stride.map(|bytes| bytes.to_string()),
-            ),
-            ("poll", poll.clone()),
-            ("fixed", fixed.clone()),
-            ("memory", memory.clone()),
-            ("memory-limit", memory_limit.clone()),
-            ("iops", iops.clone()),
-            ("bandwidth", bandwidth.clone()),
-            ("weight", weight.map(|weight| weight.to_string())),
-            ("data", data.clone()),
-            ("serial", serial.clone()),
-            ("lba", lba.map(|lba| lba.to_string())),
-            ("drive-id", drive_id.clone()),
-            ("format", format.clone()),
-            ("profile", profile.clone()),
-            ("faults", faults.clone()),
-            ("populate", populate.clone()),
-            ("namespace", namespace.map(|nsid| nsid.to_string())),
-            ("timeout", timeout.map(|seconds| seconds.to_string())),
-            ("arbitration", arbitration.clone()),
-            ("reconnect", reconnect.map(|seconds| seconds.to_string())),
-        ];
-        if path.is_empty() {
-            return Err(NO_PATH);
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<FunctionConfig, A::Error> {
+        let mut values = BTreeMap::new();
+        let mut state_dir = None;
+        while let Some(key) = map.next_key::<String>()? {
+            let option = OPTIONS.iter().find(|option| option.help.key == key);
+            let is_new = match option.filter(|_| key != "id") {
+                None if key == STATE_DIR_KEY => state_dir.replace(map.next_value()?).is_none(),
+                None => return Err(Error::unknown_field(&key, FunctionConfig::KEYS)),
+                Some(option) if option.number.is_some() => {
+                    let value: Option<u64> = map.next_value()?;
+                    let value = value.map(|number| number.to_string());
+                    values.insert(option.help.key, value).is_none()
+                }
+                Some(option) => {
+                    let value: Option<String> = map.next_value()?;
+                    values.insert(option.help.key, value).is_none()
+                }
+            };
+            if !is_new {
+                return Err(Error::custom(OptionError::Duplicate { key }));
+            }
         }
-        let given = pairs.into_iter();
-        let given = given.filter_map(|(key, value)| Some((key.to_owned(), value?)));
-        Ok(given.collect())
+        let given = OPTIONS.iter().filter_map(|option| {
+            let value = values.remove(option.help.key)??;
+            Some((option.help.key.to_owned(), value))
+        });
+        Ok(FunctionConfig {
+            text: OptionText::from_pairs(given).map_err(Error::custom)?,
+            state_dir: state_dir.unwrap_or_else(|| STATE_DIR.into()),
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::option_help;
+    use super::super::option_table;
     use super::*;
 
     fn config(pairs: &[(&str, &str)]) -> Result<FunctionConfig, OptionError> {
@@ -458,7 +293,7 @@ mod tests {
 
     #[test]
     fn keys_match_the_option_string_except_the_id() {
-        let of_a_string = option_help::keys().filter(|key| *key != "id");
+        let of_a_string = option_table::keys().filter(|key| *key != "id");
         let keys: Vec<&str> = of_a_string.chain(["state_dir"]).collect();
         assert_eq!(FunctionConfig::KEYS, keys);
     }
@@ -525,7 +360,7 @@ mod tests {
                 .map(drop)
                 .or_else(|error| match error.to_string().contains("unknown field") {
                     true => Err(error),
-                    // Two of the keys accept null.
+                    // The directory is no option, and does not accept null.
                     false => Ok(()),
                 })
                 .expect(key);
@@ -538,9 +373,10 @@ mod tests {
         let read: FunctionConfig = serde_json::from_str("{}").expect("all by default");
         assert_eq!(read, default);
         assert_eq!(default.state_dir, PathBuf::from(STATE_DIR));
-        let path = "null:1G".to_owned();
-        let by_keys = config(&[("path", &path)]).expect("valid");
-        assert_eq!(by_keys, FunctionConfig { path, ..default });
+        let by_keys = config(&[("path", "null:1G")]).expect("valid");
+        let read_path: FunctionConfig =
+            serde_json::from_str(r#"{"path":"null:1G"}"#).expect("valid");
+        assert_eq!(by_keys, read_path);
         // The option `path` is mandatory.
         let error = read.options().expect_err("no path").to_string();
         assert!(error.starts_with("Option \"path\" is missing"), "{error}");

@@ -5,14 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_guest::adaptive::{AdaptivePolicies, PolicyChoice};
-use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
 use nvme_guest::host::Mdts;
 use nvme_guest::rate_limit::{RateLimit, RateLimits};
 use nvme_guest::{DoorbellMode, DoorbellStride, MemoryKinds};
 use nvme_layers::faults::FaultPlan;
 use nvme_lease::PreviousDataPolicy;
 use nvme_lease::label::DriveName;
-use nvme_lease::range::{ByteRange, ByteSize, SizeError};
+use nvme_lease::range::{ByteRange, ByteSize};
 use nvme_models::{DriveProfile, ProfileSize};
 use nvme_mpt::PollPolicy;
 use nvme_mpt::poller::{PollerIdleMode, PollerSharing};
@@ -23,14 +22,6 @@ use nvme_vfio::ArbitrationChoice;
 use crate::drives::{DriveOptions, DrivePath};
 
 use super::error::OptionError;
-use super::key_values::{KeyValues, reject_remaining, take_value};
-use super::option_help;
-
-/// Maximum length of a serial number in bytes (Base 2.0, Identify Controller data structure, SN).
-const MAX_SERIAL: usize = 20;
-
-/// Maximum timeout of a drive's commands in seconds. It exceeds the default timeout of any guest driver.
-const MAX_TIMEOUT: u64 = 3600;
 
 /// Logical block size of a software drive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -73,8 +64,11 @@ pub struct FunctionOptions {
     /// Range of the drive's bytes that the guest sees; the whole drive if not given.
     pub range: Option<ByteRange>,
     /// Minimum size of a lease that is allocated anywhere on the drive; `None` for a lease with a fixed range.
-    pub size: Option<LeaseSize>,
-    /// Maximum number of I/O queue pairs for the guest, from 1 to [`MAX_QUEUE_PAIRS`].
+    pub size: Option<ByteSize>,
+    /// Unit of which the size of each extent of a lease with `size` is a multiple. If not given, the drive's default unit is
+    /// used.
+    pub unit: Option<ByteSize>,
+    /// Maximum number of I/O queue pairs for the guest, from 1 to [`MAX_QUEUE_PAIRS`](nvme_guest::doorbell::MAX_QUEUE_PAIRS).
     pub queues: u16,
     /// Number of the physical drive's I/O queue pairs to reserve for the function, at most [`Self::queues`].
     pub reserve: u16,
@@ -216,99 +210,92 @@ impl FunctionOptions {
         }
     }
 
-    /// Removes the options of a function from `keys` and parses them.
-    pub(super) fn take(keys: &mut KeyValues) -> Result<Self, OptionError> {
-        let path = take_value(keys, "path", str::parse)?.ok_or(OptionError::Missing {
-            key: "path",
-            example: "DRIVE, a PCI address, a file, a block device, memory:SIZE or null:SIZE",
-        })?;
-        let timeout = take_value(keys, "timeout", parse_timeout)?;
-        if timeout == Some(None) && matches!(path, DrivePath::Pci(_)) {
-            return Err(OptionError::Value {
-                key: "timeout",
-                value: NO_TIMEOUT.to_owned(),
-                source: "A physical drive needs one: without it, guests wait forever for commands that the drive loses".into(),
-            });
-        }
-        let timeout = timeout.flatten();
-        let options = Self {
+    /// Returns the options of a function on the drive at `path`: all others have their defaults.
+    #[must_use]
+    pub fn new(path: DrivePath) -> Self {
+        Self {
             path,
-            range: take_value(keys, "range", str::parse)?,
-            size: take_size(keys)?,
-            queues: take_value(keys, "queues", parse_queues)?.unwrap_or(DEFAULT_QUEUES),
-            reserve: take_value(keys, "reserve", str::parse)?.unwrap_or_default(),
-            mdts: take_value(keys, "mdts", str::parse)?,
-            id: take_id(keys)?,
-            doorbells: take_value(keys, "doorbells", str::parse)?.unwrap_or_default(),
-            doorbell_stride: take_value(keys, "doorbell-stride", str::parse)?.unwrap_or_default(),
-            poll: take_value(keys, "poll", str::parse)?.unwrap_or_default(),
-            fixed: take_value(keys, "fixed", str::parse)?.unwrap_or_default(),
-            memory: take_value(keys, "memory", str::parse)?.unwrap_or_default(),
-            memory_limit: take_value(keys, "memory-limit", parse_memory_limit)?,
-            rates: RateLimits {
-                iops: take_value(keys, "iops", RateLimit::parse_iops)?,
-                bandwidth: take_value(keys, "bandwidth", RateLimit::parse_bandwidth)?,
-                weight: take_value(keys, "weight", str::parse)?,
-            },
-            data: take_value(keys, "data", str::parse)?.unwrap_or_default(),
-            serial: take_value(keys, "serial", parse_serial)?,
-            lba: take_value(keys, "lba", str::parse)?,
-            drive_id: take_value(keys, "drive-id", str::parse)?,
-            is_raw: take_value(keys, "format", parse_format)?.is_some(),
-            profile: take_value(keys, "profile", |name| {
-                DriveProfile::load(name).map(Arc::new)
-            })?,
-            faults: take_value(keys, "faults", |name| FaultPlan::load(name).map(Arc::new))?,
-            populate: take_value(keys, "populate", str::parse)?,
-            namespace: take_value(keys, "namespace", parse_namespace)?,
-            timeout,
-            arbitration: take_value(keys, "arbitration", str::parse)?,
-            reconnect: take_value(keys, "reconnect", parse_seconds)?,
-        };
-        if options.memory == MemoryKinds::Any
-            && !matches!(options.path, DrivePath::Pci(_))
-            && options.poll.sharing != PollerSharing::Dedicated
+            range: None,
+            size: None,
+            unit: None,
+            queues: DEFAULT_QUEUES,
+            reserve: 0,
+            mdts: None,
+            id: None,
+            doorbells: DoorbellMode::default(),
+            doorbell_stride: DoorbellStride::default(),
+            poll: PollPolicy::default(),
+            fixed: AdaptivePolicies::default(),
+            memory: MemoryKinds::default(),
+            memory_limit: None,
+            rates: RateLimits::default(),
+            data: PreviousDataPolicy::default(),
+            serial: None,
+            lba: None,
+            drive_id: None,
+            is_raw: false,
+            profile: None,
+            faults: None,
+            populate: None,
+            namespace: None,
+            timeout: None,
+            arbitration: None,
+            reconnect: None,
+        }
+    }
+
+    /// Refuses options that contradict each other, or that do not apply to the kind of drive.
+    pub(super) fn check(&self) -> Result<(), OptionError> {
+        if self.memory == MemoryKinds::Any
+            && !matches!(self.path, DrivePath::Pci(_))
+            && self.poll.sharing != PollerSharing::Dedicated
         {
             return Err(OptionError::Needs {
                 key: "memory",
-                value: options.memory.to_string(),
+                value: self.memory.to_string(),
                 other: "poll=dedicated",
                 why: "page faults in such memory may stop its pollers",
             });
         }
-        if options.poll.idle_mode == PollerIdleMode::Event
-            && options.doorbells == DoorbellMode::Mapped
-        {
+        if self.poll.idle_mode == PollerIdleMode::Event && self.doorbells == DoorbellMode::Mapped {
             return Err(OptionError::Needs {
                 key: "doorbells",
-                value: options.doorbells.to_string(),
+                value: self.doorbells.to_string(),
                 other: "a poller that polls: poll=shared or dedicated without :event",
                 why: "a guest's store to a mapped doorbell does not wake a poller",
             });
         }
-        options.check_size()?;
-        match options.inapplicable_option() {
-            None if options.reserve > options.queue_pairs() => Err(OptionError::Value {
+        self.check_size()?;
+        match self.inapplicable_option() {
+            None if self.reserve > self.queue_pairs() => Err(OptionError::Value {
                 key: "reserve",
-                value: options.reserve.to_string(),
+                value: self.reserve.to_string(),
                 source: format!(
                     "The function has {} I/O queue pairs: reserve at most that, or raise queues=",
-                    options.queue_pairs()
+                    self.queue_pairs()
                 )
                 .into(),
             }),
-            None => Ok(options),
+            None => Ok(()),
             Some((key, why)) => Err(OptionError::NotApplicable {
                 key,
-                path: options.path,
+                path: self.path.clone(),
                 why,
             }),
         }
     }
 
     fn check_size(&self) -> Result<(), OptionError> {
-        let Some(LeaseSize { size, .. }) = self.size else {
-            return Ok(());
+        let Some(size) = self.size else {
+            return match self.unit {
+                None => Ok(()),
+                Some(unit) => Err(OptionError::Needs {
+                    key: "unit",
+                    value: unit.to_string(),
+                    other: "size=",
+                    why: "a range is not divided into units",
+                }),
+            };
         };
         let requires = |other, why| {
             Err(OptionError::Needs {
@@ -435,121 +422,4 @@ impl FunctionOptions {
         let of_drive = fixed.or(namespace).or(timeout).or(reserve);
         of_drive.or(arbitration).or(weight).or(memory_limit)
     }
-}
-
-impl FromStr for FunctionOptions {
-    type Err = OptionError;
-
-    fn from_str(text: &str) -> Result<Self, OptionError> {
-        let mut keys = KeyValues::parse(text)?;
-        let options = Self::take(&mut keys)?;
-        reject_remaining(keys, option_help::keys())?;
-        Ok(options)
-    }
-}
-
-/// Minimum size of a lease without a fixed range, and the unit of its extents.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LeaseSize {
-    /// Size.
-    pub size: ByteSize,
-    /// Unit of which the size of each extent is a multiple. If not given, the drive's default unit is used.
-    pub unit: Option<ByteSize>,
-}
-
-fn take_size(keys: &mut KeyValues) -> Result<Option<LeaseSize>, OptionError> {
-    let size = take_value(keys, "size", str::parse)?;
-    let unit: Option<ByteSize> = take_value(keys, "unit", str::parse)?;
-    match (size, unit) {
-        (Some(size), unit) => Ok(Some(LeaseSize { size, unit })),
-        (None, None) => Ok(None),
-        (None, Some(unit)) => Err(OptionError::Needs {
-            key: "unit",
-            value: unit.to_string(),
-            other: "size=",
-            why: "a range is not divided into units",
-        }),
-    }
-}
-
-fn take_id(keys: &mut KeyValues) -> Result<Option<String>, OptionError> {
-    match (keys.take("id"), keys.take("lease")) {
-        (Some(_), Some(_)) => Err(OptionError::Conflict {
-            key: "id",
-            other: "lease",
-            why: "they are two names of one option",
-        }),
-        (id, lease) => Ok(id.or(lease)),
-    }
-}
-
-/// Minimum memory limit. It detects a limit without its unit: 16 instead of 16G is below the minimum and therefore refused.
-const MEMORY_LIMIT_MIN: u64 = 1 << 20;
-
-/// Parses a memory limit.
-///
-/// # Errors
-/// The text is no size, or the size is too small for any VM.
-pub fn parse_memory_limit(text: &str) -> Result<ByteSize, String> {
-    let limit: ByteSize = text.parse().map_err(|error: SizeError| error.to_string())?;
-    match limit.0 >= MEMORY_LIMIT_MIN {
-        true => Ok(limit),
-        false => Err(format!(
-            "That is too little memory for a VM: write at least {}, as in 16G",
-            ByteSize(MEMORY_LIMIT_MIN)
-        )),
-    }
-}
-
-fn parse_queues(text: &str) -> Result<u16, String> {
-    text.parse()
-        .ok()
-        .filter(|queues| (1..=MAX_QUEUE_PAIRS).contains(queues))
-        .ok_or_else(|| format!("A function has 1 to {MAX_QUEUE_PAIRS} I/O queue pairs"))
-}
-
-fn parse_namespace(text: &str) -> Result<Nsid, &'static str> {
-    text.parse()
-        .ok()
-        .filter(|nsid| (1..Nsid::BROADCAST.0).contains(nsid))
-        .map(Nsid)
-        .ok_or("A namespace has a number from 1 on; `nvme-mpt drives` shows them")
-}
-
-fn parse_format(text: &str) -> Result<(), &'static str> {
-    match text {
-        "raw" => Ok(()),
-        _ => Err("A guest gets the bytes of a drive as they are: use raw, or leave it out"),
-    }
-}
-
-/// Value of the option `timeout` that stands for no timeout.
-const NO_TIMEOUT: &str = "none";
-
-fn parse_timeout(text: &str) -> Result<Option<Duration>, String> {
-    if text == NO_TIMEOUT {
-        return Ok(None);
-    }
-    text.parse()
-        .ok()
-        .filter(|seconds| (1..=MAX_TIMEOUT).contains(seconds))
-        .map(|seconds| Some(Duration::from_secs(seconds)))
-        .ok_or_else(|| format!("A timeout is 1 to {MAX_TIMEOUT} whole seconds, or {NO_TIMEOUT}"))
-}
-
-fn parse_seconds(text: &str) -> Result<Duration, String> {
-    let seconds: Result<u32, _> = text.parse();
-    let seconds = seconds.map_err(|_| "It is a number of whole seconds".to_owned())?;
-    Ok(Duration::from_secs(seconds.into()))
-}
-
-fn parse_serial(text: &str) -> Result<String, String> {
-    let visible = text.bytes().all(|byte| matches!(byte, b' '..=b'~'));
-    // The serial number is padded with spaces, so spaces around it would be lost.
-    if text.len() > MAX_SERIAL || !visible || text.trim() != text {
-        return Err(format!(
-            "A serial number has 1 to {MAX_SERIAL} ASCII characters, without spaces around it"
-        ));
-    }
-    Ok(text.to_owned())
 }

@@ -5,15 +5,16 @@
 //! - [`ServerFunctionOptions`]: a function of `nvme-mpt serve`, with `socket=PATH`.
 //! - [`ServerDriveOptions`]: a drive that the server keeps open.
 //! - [`LeaseReservation`]: a lease that an operator reserves for a VMM.
-//! - [`FunctionConfig`]: a function in a VMM's own configuration, with a field for each option.
+//! - [`FunctionConfig`]: a function in a VMM's own configuration, which is not parsed yet.
 //!
-//! [`option_help`] contains every option with its help.
+//! [`option_table`] declares every option: a new option is an entry there and a field that it sets.
 
 mod config;
 mod error;
 mod function;
-mod key_values;
 pub mod option_help;
+pub mod option_table;
+mod option_text;
 mod parsed_options;
 mod reservation;
 mod server_options;
@@ -22,10 +23,11 @@ mod tests;
 
 pub use config::{FunctionConfig, STATE_DIR};
 pub use error::OptionError;
-pub use function::{FunctionOptions, LbaSize, LeaseSize, parse_memory_limit};
+pub use function::{FunctionOptions, LbaSize};
+pub use option_table::parse_memory_limit;
+pub use option_text::OptionText;
 pub use parsed_options::ParsedFunctionOptions;
 pub use reservation::{LeaseReservation, VmmSocket, parse_user};
 pub use server_options::{
-    OptionText, RateChange, ServerDriveOptions, ServerFunctionOptions, SocketOwner,
-    parse_socket_path,
+    RateChange, ServerDriveOptions, ServerFunctionOptions, SocketOwner, parse_socket_path,
 };

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use super::error::OptionError;
 use super::function::FunctionOptions;
-use super::server_options::OptionText;
+use super::option_text::OptionText;
 
 /// Options of a function in parsed form and as an option string.
 ///
@@ -23,7 +23,7 @@ impl ParsedFunctionOptions {
     /// # Errors
     /// Any [`OptionError`] that the options' values can cause.
     pub fn from_text(text: OptionText) -> Result<Self, OptionError> {
-        let options = text.to_string().parse()?;
+        let options = FunctionOptions::from_text(text.clone())?;
         // If the working directory was removed, relative paths stay relative, and opening them fails.
         let text = match env::current_dir() {
             Ok(dir) => text.with_absolute_paths(&dir),

@@ -5,8 +5,9 @@ use std::str::FromStr;
 
 use super::error::OptionError;
 use super::function::FunctionOptions;
-use super::key_values::{KeyValues, reject_remaining, take_value};
-use super::server_options::{OptionText, RateChange, ServerDriveOptions, SocketOwner, parse_mode};
+use super::option_table::{OptionScope, function_keys};
+use super::option_text::OptionText;
+use super::server_options::{RateChange, SocketOwner, parse_mode};
 
 /// A lease that an operator reserves for the VMMs of one user.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,14 +22,10 @@ pub struct LeaseReservation {
 }
 
 impl LeaseReservation {
-    /// Keys of a reservation, in addition to those of a drive and of a [`RateChange`].
-    pub const KEYS: &[&str] = &[
-        "owner", "range", "size", "unit", "id", "lease", "data", "format",
-    ];
-
-    fn keys() -> impl Iterator<Item = &'static str> {
-        let keys = [Self::KEYS, ServerDriveOptions::KEYS, RateChange::KEYS];
-        keys.into_iter().flatten().copied()
+    fn keys() -> impl Iterator<Item = &'static str> + Clone {
+        let function = function_keys(OptionScope::Lease).chain(function_keys(OptionScope::Drive));
+        let limits = RateChange::KEYS.iter().copied();
+        std::iter::once("owner").chain(function).chain(limits)
     }
 }
 
@@ -36,33 +33,23 @@ impl FromStr for LeaseReservation {
     type Err = OptionError;
 
     fn from_str(text: &str) -> Result<Self, OptionError> {
-        let mut keys = KeyValues::parse(text)?;
-        let unknown = |key: &&str| Self::keys().all(|known| known != *key);
-        if let Some(key) = keys.keys().find(unknown) {
-            return Err(OptionError::Unknown {
-                key: key.to_owned(),
-                allowed: Self::keys().collect::<Vec<_>>().join(", "),
-            });
-        }
-        let owner = take_value(&mut keys, "owner", parse_user)?;
+        let mut text: OptionText = text.parse()?;
+        text.reject_unknown(Self::keys())?;
+        let owner = text.take_value("owner", parse_user)?;
         let owner = owner.ok_or(OptionError::Missing {
             key: "owner",
             example: "USER, whose VMMs may have the lease",
         })?;
-        let limits = OptionText::parse_only(text, RateChange::KEYS)?;
+        let limits = text.split_off(RateChange::KEYS);
         if let Some(limits) = &limits {
             limits
                 .to_string()
                 .parse::<RateChange>()?
                 .check_bandwidth()?;
         }
-        for key in RateChange::KEYS {
-            keys.take(key);
-        }
-        let function = FunctionOptions::take(&mut keys)?;
         Ok(Self {
             owner,
-            function,
+            function: FunctionOptions::from_text(text)?,
             limits,
         })
     }
@@ -97,20 +84,18 @@ impl FromStr for VmmSocket {
     type Err = OptionError;
 
     fn from_str(text: &str) -> Result<Self, OptionError> {
-        let mut keys = KeyValues::parse(text)?;
-        let socket = Self {
-            mode: take_value(&mut keys, "mode", parse_mode)?,
-            owner: take_value(&mut keys, "owner", str::parse)?,
-        };
-        reject_remaining(keys, Self::KEYS.iter().copied())?;
-        Ok(socket)
+        let mut text: OptionText = text.parse()?;
+        text.reject_unknown(Self::KEYS.iter().copied())?;
+        Ok(Self {
+            mode: text.take_value("mode", parse_mode)?,
+            owner: text.take_value("owner", str::parse)?,
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::option_help;
     use crate::report;
 
     #[test]
@@ -128,23 +113,15 @@ mod tests {
             ("path=/d,owner=a:b", "without a group"),
             ("path=/d,owner=a,iops=fast", "as in 20000"),
             ("path=/d,owner=a,bandwidth=100", "256K per second or more"),
-            ("path=/d,owner=a,queues=3", "the options are owner, range"),
+            (
+                "path=/d,owner=a,queues=3",
+                "the options are owner, range, size, unit, id, lease, data, format, path, fixed",
+            ),
             ("id=a,owner=a", "\"path\" is missing"),
         ] {
             let error = text.parse::<LeaseReservation>().unwrap_err();
             let message = report::chain(&error);
             assert!(message.contains(error_message), "{message}");
-        }
-    }
-
-    #[test]
-    fn every_reservation_key_is_a_served_function_key() {
-        for key in LeaseReservation::keys() {
-            assert!(
-                option_help::server_options().any(|option| option.key == key)
-                    || RateChange::KEYS.contains(&key),
-                "{key}"
-            );
         }
     }
 

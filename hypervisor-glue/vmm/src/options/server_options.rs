@@ -1,14 +1,14 @@
 //! Options for `nvme-mpt serve`: functions on sockets, and drives.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use nvme_guest::rate_limit::{LeaseWeight, RateLimit, RateLimits};
 
 use super::error::OptionError;
 use super::function::{FunctionOptions, NO_WEIGHT_REASON, check_bandwidth};
-use super::key_values::{KeyValues, reject_remaining, take_value};
-use super::option_help;
+use super::option_table::{OptionScope, function_keys, server_keys};
+use super::option_text::OptionText;
 use crate::drives::DrivePath;
 
 /// Maximum length of a UNIX socket's path in bytes: `sun_path` has 108 bytes, of which one is the terminating zero.
@@ -31,12 +31,12 @@ impl FromStr for ServerFunctionOptions {
     type Err = OptionError;
 
     fn from_str(text: &str) -> Result<Self, OptionError> {
-        let mut keys = KeyValues::parse(text)?;
-        let socket = take_value(&mut keys, "socket", parse_socket_path)?;
-        let mode = take_value(&mut keys, "mode", parse_mode)?;
-        let owner = take_value(&mut keys, "owner", str::parse)?;
-        let function = FunctionOptions::take(&mut keys)?;
-        reject_remaining(keys, option_help::server_options().map(|option| option.key))?;
+        let mut text: OptionText = text.parse()?;
+        text.reject_unknown(server_keys())?;
+        let socket = text.take_value("socket", parse_socket_path)?;
+        let mode = text.take_value("mode", parse_mode)?;
+        let owner = text.take_value("owner", str::parse)?;
+        let function = FunctionOptions::from_text(text)?;
         let socket = socket.ok_or(OptionError::Missing {
             key: "socket",
             example: "PATH, where the VMM connects",
@@ -81,34 +81,19 @@ pub struct ServerDriveOptions {
 }
 
 impl ServerDriveOptions {
-    /// Keys of a drive's options.
-    pub const KEYS: &[&str] = &[
-        "path",
-        "fixed",
-        "lba",
-        "drive-id",
-        "profile",
-        "faults",
-        "populate",
-        "namespace",
-        "timeout",
-        "arbitration",
-    ];
+    /// Returns the keys of a drive's options.
+    pub fn keys() -> impl Iterator<Item = &'static str> + Clone {
+        function_keys(OptionScope::Drive)
+    }
 }
 
 impl FromStr for ServerDriveOptions {
     type Err = OptionError;
 
     fn from_str(text: &str) -> Result<Self, OptionError> {
-        let keys = KeyValues::parse(text)?;
-        if let Some(key) = keys.keys().find(|key| !Self::KEYS.contains(key)) {
-            return Err(OptionError::Unknown {
-                key: key.to_owned(),
-                allowed: Self::KEYS.join(", "),
-            });
-        }
-        let mut keys = keys;
-        let drive = FunctionOptions::take(&mut keys)?;
+        let text: OptionText = text.parse()?;
+        text.reject_unknown(Self::keys())?;
+        let drive = FunctionOptions::from_text(text)?;
         Ok(Self { drive })
     }
 }
@@ -178,105 +163,13 @@ impl FromStr for RateChange {
                 text => parse(text).map(Some),
             }
         }
-        let mut keys = KeyValues::parse(text)?;
-        let change = Self {
-            iops: take_value(&mut keys, "iops", or_none(RateLimit::parse_iops))?,
-            bandwidth: take_value(&mut keys, "bandwidth", or_none(RateLimit::parse_bandwidth))?,
-            weight: take_value(&mut keys, "weight", or_none(str::parse))?,
-        };
-        reject_remaining(keys, Self::KEYS.iter().copied())?;
-        Ok(change)
-    }
-}
-
-/// An option string whose values are not parsed yet.
-///
-/// Functions and drives are stored in files and sent to servers in this form. `Display` writes the option string.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OptionText(KeyValues);
-
-impl OptionText {
-    /// Creates the options from keys and values.
-    ///
-    /// # Errors
-    /// [`OptionError::EmptyValue`], [`OptionError::Duplicate`].
-    pub fn from_pairs(
-        pairs: impl IntoIterator<Item = (String, String)>,
-    ) -> Result<Self, OptionError> {
-        let mut keys = KeyValues::default();
-        for (key, value) in pairs {
-            keys.push(key, value)?;
-        }
-        Ok(Self(keys))
-    }
-
-    /// Returns the options of `text` whose keys are in `keys`; `None` if `text` has none of these keys.
-    ///
-    /// # Errors
-    /// The text does not have the syntax of an option string.
-    pub fn parse_only(text: &str, keys: &[&str]) -> Result<Option<Self>, OptionError> {
-        let all = KeyValues::parse(text)?;
-        let some = all.pairs().filter(|(key, _)| keys.contains(key));
-        let some = some.map(|(key, value)| (key.to_owned(), value.to_owned()));
-        let some: Vec<_> = some.collect();
-        Ok((!some.is_empty()).then(|| Self(KeyValues::from_pairs(some))))
-    }
-
-    /// Returns the value of a key.
-    #[must_use]
-    pub fn get(&self, key: &str) -> Option<&str> {
-        self.0.get(key)
-    }
-
-    /// Returns the keys and their values.
-    pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.0.pairs()
-    }
-
-    /// Sets the value of a key, or removes the key.
-    #[must_use]
-    pub fn with_value(mut self, key: &str, value: Option<&str>) -> Self {
-        self.0.set(key, value);
-        self
-    }
-
-    /// Sets the value of each key of `other`.
-    #[must_use]
-    pub fn with_all(self, other: &Self) -> Self {
-        let pairs = other.pairs();
-        pairs.fold(self, |text, (key, value)| text.with_value(key, Some(value)))
-    }
-
-    /// Makes relative paths absolute, starting at the directory `dir`.
-    #[must_use]
-    pub fn with_absolute_paths(mut self, dir: &Path) -> Self {
-        for (key, value) in self.0.pairs_mut() {
-            let is_path = match key {
-                "socket" => true,
-                "path" => matches!(value.parse(), Ok(DrivePath::File(_))),
-                "profile" => value.contains('/'),
-                "faults" => value != "none",
-                _ => false,
-            };
-            if is_path && let Some(path) = dir.join(&*value).to_str() {
-                *value = path.to_owned();
-            }
-        }
-        self
-    }
-}
-
-impl FromStr for OptionText {
-    type Err = OptionError;
-
-    fn from_str(text: &str) -> Result<Self, OptionError> {
-        KeyValues::parse(text).map(Self)
-    }
-}
-
-impl std::fmt::Display for OptionText {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.0.fmt(f)
+        let mut text: OptionText = text.parse()?;
+        text.reject_unknown(Self::KEYS.iter().copied())?;
+        Ok(Self {
+            iops: text.take_value("iops", or_none(RateLimit::parse_iops))?,
+            bandwidth: text.take_value("bandwidth", or_none(RateLimit::parse_bandwidth))?,
+            weight: text.take_value("weight", or_none(str::parse))?,
+        })
     }
 }
 
@@ -359,7 +252,9 @@ mod tests {
         for text in ["path=memory:1G,range=0+1G", "path=memory:1G,socket=/a"] {
             let message = text.parse::<ServerDriveOptions>().unwrap_err().to_string();
             assert!(
-                message.ends_with(&ServerDriveOptions::KEYS.join(", ")),
+                message.ends_with(
+                    "path, fixed, lba, drive-id, profile, faults, populate, namespace, timeout, arbitration"
+                ),
                 "{message}"
             );
         }
@@ -434,44 +329,5 @@ mod tests {
         );
         assert!(change("weight=none").check(&software).is_ok());
         assert!(change("weight=300").check(&physical).is_ok());
-    }
-
-    #[test]
-    fn every_drive_key_is_a_function_key() {
-        for key in ServerDriveOptions::KEYS {
-            assert!(option_help::keys().any(|known| known == *key), "{key}");
-        }
-    }
-
-    #[test]
-    fn relative_paths_become_absolute() {
-        for (given, expected) in [
-            ("socket=a.sock,path=d.img", "socket=/f/a.sock,path=/f/d.img"),
-            ("path=memory:1G,profile=ssd", "path=memory:1G,profile=ssd"),
-            ("path=0000:01:00.0", "path=0000:01:00.0"),
-            ("profile=./mine.toml", "profile=/f/./mine.toml"),
-            ("faults=plan.toml", "faults=/f/plan.toml"),
-            ("faults=none,path=/d", "faults=none,path=/d"),
-            ("path=\"a,b.img\"", "path=\"/f/a,b.img\""),
-        ] {
-            let text: OptionText = given.parse().unwrap();
-            let absolute = text.with_absolute_paths(Path::new("/f"));
-            assert_eq!(absolute.to_string(), expected);
-            let again: OptionText = absolute.to_string().parse().unwrap();
-            assert_eq!(again, absolute);
-        }
-    }
-
-    #[test]
-    fn values_of_any_kind_survive_as_text() {
-        for value in ["a", "a,b", "\"", "a\"\"b", "=", " ", "a=\"b\",c"] {
-            let pairs = [("id".to_owned(), value.to_owned())];
-            let text = OptionText::from_pairs(pairs).unwrap();
-            let again: OptionText = text.to_string().parse().unwrap();
-            assert_eq!(again.get("id"), Some(value), "{text}");
-        }
-        let twice = [("id", "a"), ("id", "b")];
-        let twice = twice.map(|(key, value)| (key.to_owned(), value.to_owned()));
-        assert!(OptionText::from_pairs(twice).is_err());
     }
 }

@@ -38,6 +38,7 @@ fn a_path_is_enough() {
             path: "/var/lib/drive.img".parse().unwrap(),
             range: None,
             size: None,
+            unit: None,
             queues: 16,
             reserve: 0,
             mdts: None,
@@ -76,6 +77,7 @@ fn every_option_is_understood_in_any_order() {
             path: "memory:1T".parse().unwrap(),
             range: Some(ByteRange::new(64 << 30, 64 << 30).unwrap()),
             size: None,
+            unit: None,
             queues: 4,
             reserve: 0,
             mdts: Some("2M".parse().unwrap()),
@@ -126,9 +128,9 @@ fn every_option_is_understood_in_any_order() {
     );
     assert_eq!(file("path=/d,timeout=none"), file("path=/d"));
     assert_eq!(physical.reconnect, Some(Duration::from_secs(90)));
-    let (size, unit) = (ByteSize(64 << 30), Some(ByteSize(1 << 28)));
     let by_size = function("path=/d,size=64G,unit=256M,lease=vm-1");
-    assert_eq!(by_size.size, Some(LeaseSize { size, unit }));
+    assert_eq!(by_size.size, Some(ByteSize(64 << 30)));
+    assert_eq!(by_size.unit, Some(ByteSize(1 << 28)));
     assert_eq!(by_size.id.as_deref(), Some("vm-1"));
     let server_options: ServerFunctionOptions = "path=/d,socket=/run/a.sock".parse().unwrap();
     assert_eq!(server_options.socket, PathBuf::from("/run/a.sock"));

@@ -48,12 +48,14 @@ impl Host {
     }
 
     fn make(&self) -> impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + use<> {
-        let config = FunctionConfig {
-            path: self.dir.path().join("drive").display().to_string(),
-            state_dir: self.dir.path().join("state"),
-            queues: Some(QUEUE_PAIRS),
-            ..FunctionConfig::default()
-        };
+        let path = |name| Some(self.dir.path().join(name).display().to_string());
+        let config = FunctionConfig::from_keys(|key| match key {
+            "path" => path("drive"),
+            "state_dir" => path("state"),
+            "queues" => Some(QUEUE_PAIRS.to_string()),
+            _ => None,
+        });
+        let config = config.unwrap();
         let ledgers = LeaseLedgers::open(&config.state_dir);
         let options = config.options().unwrap();
         let pollers = self.pollers.clone();

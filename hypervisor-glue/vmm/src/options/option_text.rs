@@ -6,16 +6,132 @@
 use std::error::Error as StdError;
 use std::fmt;
 use std::iter::Peekable;
-use std::str::Chars;
+use std::str::{Chars, FromStr};
 
 use super::error::OptionError;
 
-/// Keys and values of an option string. Keys are unique, and values are not empty.
+/// An option string whose values are not parsed yet. Keys are unique, and values are not empty.
+///
+/// Functions and drives are stored in files and sent to servers in this form. `Display` writes the option string.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct KeyValues(Vec<(String, String)>);
+pub struct OptionText(Vec<(String, String)>);
 
-impl KeyValues {
-    pub(super) fn parse(text: &str) -> Result<Self, OptionError> {
+impl OptionText {
+    /// Creates the options from keys and values.
+    ///
+    /// # Errors
+    /// [`OptionError::EmptyValue`], [`OptionError::Duplicate`].
+    pub fn from_pairs(
+        pairs: impl IntoIterator<Item = (String, String)>,
+    ) -> Result<Self, OptionError> {
+        let mut text = Self::default();
+        for (key, value) in pairs {
+            text.push(key, value)?;
+        }
+        Ok(text)
+    }
+
+    /// Removes the options whose keys are in `keys`, and returns them; `None` if there are none of these keys.
+    pub(super) fn split_off(&mut self, keys: &[&str]) -> Option<Self> {
+        let all = std::mem::take(&mut self.0).into_iter();
+        let (some, others): (Vec<_>, _) = all.partition(|(key, _)| keys.contains(&key.as_str()));
+        self.0 = others;
+        (!some.is_empty()).then_some(Self(some))
+    }
+
+    /// Returns the value of a key.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<&str> {
+        let (_, value) = self.0.iter().find(|(present, _)| present == key)?;
+        Some(value)
+    }
+
+    /// Returns the keys and their values.
+    pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0
+            .iter()
+            .map(|(key, value)| (key.as_str(), value.as_str()))
+    }
+
+    /// Sets the value of a key, or removes the key.
+    #[must_use]
+    pub fn with_value(mut self, key: &str, value: Option<&str>) -> Self {
+        let place = self.0.iter().position(|(present, _)| present == key);
+        match (place, value) {
+            (Some(place), Some(value)) => value.clone_into(&mut self.0[place].1),
+            (Some(place), None) => {
+                self.0.remove(place);
+            }
+            (None, Some(value)) => self.0.push((key.to_owned(), value.to_owned())),
+            (None, None) => {}
+        }
+        self
+    }
+
+    /// Sets the value of each key of `other`.
+    #[must_use]
+    pub fn with_all(self, other: &Self) -> Self {
+        let pairs = other.pairs();
+        pairs.fold(self, |text, (key, value)| text.with_value(key, Some(value)))
+    }
+
+    /// Adds a key and its value. Refuses a key that is present already.
+    fn push(&mut self, key: String, value: String) -> Result<(), OptionError> {
+        if value.is_empty() {
+            return Err(OptionError::EmptyValue { key });
+        }
+        if self.get(&key).is_some() {
+            return Err(OptionError::Duplicate { key });
+        }
+        self.0.push((key, value));
+        Ok(())
+    }
+
+    /// Removes `key` and returns its value.
+    fn take(&mut self, key: &str) -> Option<String> {
+        let index = self.0.iter().position(|(present, _)| present == key)?;
+        Some(self.0.swap_remove(index).1)
+    }
+
+    /// Removes `key`, and parses its value; `None` if the key is missing.
+    pub(super) fn take_value<T, E: Into<Box<dyn StdError + Send + Sync>>>(
+        &mut self,
+        key: &'static str,
+        parse: impl FnOnce(&str) -> Result<T, E>,
+    ) -> Result<Option<T>, OptionError> {
+        let Some(value) = self.take(key) else {
+            return Ok(None);
+        };
+        match parse(&value) {
+            Ok(parsed) => Ok(Some(parsed)),
+            Err(error) => Err(OptionError::Value {
+                key,
+                value,
+                source: error.into(),
+            }),
+        }
+    }
+
+    /// Refuses a key that is not one of the `known` keys.
+    pub(super) fn reject_unknown<'a>(
+        &self,
+        known: impl Iterator<Item = &'a str> + Clone,
+    ) -> Result<(), OptionError> {
+        let mut keys = self.pairs().map(|(key, _)| key);
+        match keys.find(|key| known.clone().all(|other| other != *key)) {
+            None => Ok(()),
+            Some(key) => Err(OptionError::Unknown {
+                key: key.to_owned(),
+                allowed: known.collect::<Vec<_>>().join(", "),
+            }),
+        }
+    }
+}
+
+impl FromStr for OptionText {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
         let mut chars = text.chars().peekable();
         let mut keys = Self::default();
         loop {
@@ -35,71 +151,9 @@ impl KeyValues {
             }
         }
     }
-
-    /// Adds a key and its value. Refuses a key that is present already.
-    pub(super) fn push(&mut self, key: String, value: String) -> Result<(), OptionError> {
-        if value.is_empty() {
-            return Err(OptionError::EmptyValue { key });
-        }
-        if self.get(&key).is_some() {
-            return Err(OptionError::Duplicate { key });
-        }
-        self.0.push((key, value));
-        Ok(())
-    }
-
-    /// Creates a list from unique keys.
-    pub(super) fn from_pairs(pairs: Vec<(String, String)>) -> Self {
-        Self(pairs)
-    }
-
-    /// Returns the keys.
-    pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
-        self.0.iter().map(|(key, _)| key.as_str())
-    }
-
-    /// Returns the value of `key`.
-    pub(super) fn get(&self, key: &str) -> Option<&str> {
-        let (_, value) = self.0.iter().find(|(present, _)| present == key)?;
-        Some(value)
-    }
-
-    pub(super) fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.0
-            .iter()
-            .map(|(key, value)| (key.as_str(), value.as_str()))
-    }
-
-    pub(super) fn pairs_mut(&mut self) -> impl Iterator<Item = (&str, &mut String)> {
-        self.0.iter_mut().map(|(key, value)| (key.as_str(), value))
-    }
-
-    /// Sets the value of `key`, or removes the key.
-    pub(super) fn set(&mut self, key: &str, value: Option<&str>) {
-        let place = self.0.iter().position(|(present, _)| present == key);
-        match (place, value) {
-            (Some(place), Some(value)) => value.clone_into(&mut self.0[place].1),
-            (Some(place), None) => {
-                self.0.remove(place);
-            }
-            (None, Some(value)) => self.0.push((key.to_owned(), value.to_owned())),
-            (None, None) => {}
-        }
-    }
-
-    /// Removes `key` and returns its value.
-    pub(super) fn take(&mut self, key: &str) -> Option<String> {
-        let index = self.0.iter().position(|(present, _)| present == key)?;
-        Some(self.0.swap_remove(index).1)
-    }
-
-    /// Returns a key that no parser has taken; `None` if no key is left.
-    pub(super) fn remaining_key(self) -> Option<String> {
-        self.0.into_iter().next().map(|(key, _)| key)
-    }
 }
 
-impl fmt::Display for KeyValues {
+impl fmt::Display for OptionText {
     /// Writes the option string, with quotes where values need them.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, (key, value)) in self.0.iter().enumerate() {
@@ -151,54 +205,12 @@ fn parse_quoted(
     })
 }
 
-/// Removes `key` from `keys`, and parses its value; `None` if the key is missing.
-pub(super) fn take_value<T, E: Into<Box<dyn StdError + Send + Sync>>>(
-    keys: &mut KeyValues,
-    key: &'static str,
-    parse: impl FnOnce(&str) -> Result<T, E>,
-) -> Result<Option<T>, OptionError> {
-    parse_value(key, keys.take(key), parse)
-}
-
-/// Parses the value of `key`, if it has a value.
-pub(super) fn parse_value<T, E: Into<Box<dyn StdError + Send + Sync>>>(
-    key: &'static str,
-    value: Option<String>,
-    parse: impl FnOnce(&str) -> Result<T, E>,
-) -> Result<Option<T>, OptionError> {
-    let Some(value) = value else {
-        return Ok(None);
-    };
-    match parse(&value) {
-        Ok(parsed) => Ok(Some(parsed)),
-        Err(error) => Err(OptionError::Value {
-            key,
-            value,
-            source: error.into(),
-        }),
-    }
-}
-
-/// Refuses a key that is left in `keys`, because no parser knows it. The error lists the `allowed` keys.
-pub(super) fn reject_remaining<'a>(
-    keys: KeyValues,
-    allowed: impl Iterator<Item = &'a str>,
-) -> Result<(), OptionError> {
-    match keys.remaining_key() {
-        None => Ok(()),
-        Some(key) => Err(OptionError::Unknown {
-            key,
-            allowed: allowed.collect::<Vec<_>>().join(", "),
-        }),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn pairs(text: &str) -> Vec<(String, String)> {
-        KeyValues::parse(text).unwrap().0
+        text.parse::<OptionText>().unwrap().0
     }
 
     fn owned_pair(key: &str, value: &str) -> (String, String) {
@@ -270,10 +282,22 @@ mod tests {
             ),
         ] {
             assert_eq!(
-                KeyValues::parse(text).unwrap_err().to_string(),
+                text.parse::<OptionText>().unwrap_err().to_string(),
                 message,
                 "{text}"
             );
         }
+    }
+
+    #[test]
+    fn values_of_any_kind_survive_as_text() {
+        for value in ["a", "a,b", "\"", "a\"\"b", "=", " ", "a=\"b\",c"] {
+            let pairs = [owned_pair("id", value)];
+            let text = OptionText::from_pairs(pairs).unwrap();
+            let again: OptionText = text.to_string().parse().unwrap();
+            assert_eq!(again.get("id"), Some(value), "{text}");
+        }
+        let twice = [owned_pair("id", "a"), owned_pair("id", "b")];
+        assert!(OptionText::from_pairs(twice).is_err());
     }
 }

@@ -26,13 +26,9 @@
 //! ```
 //! use std::sync::Arc;
 //!
-//! use nvme_guest::rate_limit::RateLimits;
-//! use nvme_guest::{
-//!     AdaptivePolicies, ControllerBackend, DoorbellMode, DoorbellStride, Gpa, MemoryBackend, MemoryKinds,
-//!     MemoryRegion,
-//! };
+//! use nvme_guest::{ControllerBackend, DoorbellMode, Gpa, MemoryBackend, MemoryRegion};
 //! use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-//! use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
+//! use nvme_mpt::{BackendOptions, Drive, LocalBackend, LocalBackendConfig, PollerPool};
 //! use nvme_software::{MemoryAllocationTime, SoftwareController};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -50,18 +46,13 @@
 //! let backend = LocalBackend::new(LocalBackendConfig {
 //!     drive,
 //!     lease,
-//!     queue_pairs: 4,
 //!     reservation: None,
-//!     mdts: None,
-//!     doorbell_stride: DoorbellStride::default(),
-//!     doorbells: DoorbellMode::Shadow,
-//!     poll: PollPolicy::default(),
-//!     adaptive: AdaptivePolicies::default(),
 //!     pollers: PollerPool::new(),
-//!     memory: MemoryKinds::default(),
-//!     memory_limit: None,
-//!     rates: RateLimits::default(),
-//!     serial: None,
+//!     options: BackendOptions {
+//!         queue_pairs: 4,
+//!         doorbells: DoorbellMode::Shadow,
+//!         ..BackendOptions::default()
+//!     },
 //! })?;
 //! backend.map(MemoryRegion {
 //!     gpa: Gpa(0),
@@ -100,6 +91,6 @@ pub mod wipe;
 
 pub use drive::{Drive, DriveNamespaceError};
 pub use local_backend::{
-    LocalBackend, LocalBackendConfig, LocalBackendError, SharedBackendPartsSource,
+    BackendOptions, LocalBackend, LocalBackendConfig, LocalBackendError, SharedBackendPartsSource,
 };
 pub use poller::{PollPolicy, PollerPool};

@@ -16,10 +16,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
-use nvme_guest::{AdaptivePolicies, ControllerBackend};
+use nvme_guest::ControllerBackend;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::{LocalBackend, LocalBackendConfig, PollerPool};
+use nvme_mpt::{BackendOptions, LocalBackend, LocalBackendConfig, PollerPool};
 use nvme_mpt_memory::processors::{ThreadId, current_processors, pin_current_thread};
 use nvme_mpt_tests::attached_guest::AttachedGuest;
 use nvme_mpt_tests::command::Sqe;
@@ -183,18 +183,14 @@ fn open_local_backend(poll: &str) -> Arc<LocalBackend> {
     let config = LocalBackendConfig {
         lease: Ledger::in_process().acquire(&request).unwrap(),
         drive,
-        queue_pairs: 1,
         reservation: None,
-        mdts: None,
-        doorbell_stride: nvme_guest::DoorbellStride::default(),
-        doorbells: nvme_guest::DoorbellMode::Shadow,
-        poll: poll.parse().unwrap(),
-        adaptive: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
-        memory: nvme_guest::MemoryKinds::default(),
-        memory_limit: None,
-        rates: nvme_guest::rate_limit::RateLimits::default(),
-        serial: None,
+        options: BackendOptions {
+            queue_pairs: 1,
+            doorbells: nvme_guest::DoorbellMode::Shadow,
+            poll: poll.parse().unwrap(),
+            ..BackendOptions::default()
+        },
     };
     Arc::new(LocalBackend::new(config).unwrap())
 }

@@ -16,10 +16,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
-use nvme_guest::AdaptivePolicies;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::{LocalBackend, LocalBackendConfig, PollerPool};
+use nvme_mpt::{BackendOptions, LocalBackend, LocalBackendConfig, PollerPool};
 use nvme_mpt_memory::processors::{current_processors, pin_current_thread};
 use nvme_mpt_tests::attached_guest::AttachedGuest;
 use nvme_mpt_tests::command::Sqe;
@@ -198,18 +197,14 @@ fn open_local_backends(case: &Case) -> Vec<Arc<LocalBackend>> {
         let config = LocalBackendConfig {
             lease: ledger.acquire(&request).unwrap(),
             drive: drive.clone(),
-            queue_pairs: QUEUES,
             reservation: None,
-            mdts: None,
-            doorbell_stride: nvme_guest::DoorbellStride::default(),
-            doorbells: nvme_guest::DoorbellMode::Shadow,
-            poll: case.poll.parse().unwrap(),
-            adaptive: AdaptivePolicies::default(),
             pollers: pollers.clone(),
-            memory: nvme_guest::MemoryKinds::default(),
-            memory_limit: None,
-            rates: nvme_guest::rate_limit::RateLimits::default(),
-            serial: None,
+            options: BackendOptions {
+                queue_pairs: QUEUES,
+                doorbells: nvme_guest::DoorbellMode::Shadow,
+                poll: case.poll.parse().unwrap(),
+                ..BackendOptions::default()
+            },
         };
         Arc::new(LocalBackend::new(config).unwrap())
     };

@@ -24,13 +24,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
+use nvme_guest::EventReader;
 use nvme_guest::threads::ThreadSpawner;
-use nvme_guest::{AdaptivePolicies, EventReader};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::{
-    Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool, SharedBackendPartsSource,
+    BackendOptions, Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource,
 };
 use nvme_mpt_tests::attached_guest::AttachedGuest;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
@@ -329,18 +329,13 @@ fn rig(case: &Case) -> Rig {
     let config = LocalBackendConfig {
         lease,
         drive: drive.clone(),
-        queue_pairs: 64,
         reservation: None,
-        mdts: None,
-        doorbell_stride: nvme_guest::DoorbellStride::default(),
-        doorbells: nvme_guest::DoorbellMode::Shadow,
-        poll: PollPolicy::default(),
-        adaptive: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
-        memory: nvme_guest::MemoryKinds::default(),
-        memory_limit: None,
-        rates: nvme_guest::rate_limit::RateLimits::default(),
-        serial: None,
+        options: BackendOptions {
+            queue_pairs: 64,
+            doorbells: nvme_guest::DoorbellMode::Shadow,
+            ..BackendOptions::default()
+        },
     };
     let parts = match case.has_inflight_file {
         true => SharedBackendPartsSource::Outliving(EventReader::Trusted),

@@ -8,14 +8,12 @@ use std::{
 };
 
 use nvme_guest::host::{CommandSets, TemperatureThresholds};
-use nvme_guest::{
-    AdaptivePolicies, ControllerLimits, DoorbellMode, Gpa, LeasedNamespace, MemoryRegion,
-};
+use nvme_guest::{ControllerLimits, DoorbellMode, Gpa, LeasedNamespace, MemoryRegion};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
 use nvme_mpt::{
-    Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool, SharedBackendPartsSource,
+    BackendOptions, Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource,
 };
 use nvme_mpt_memory::deadline::WaitClock;
 use nvme_software::{MemoryAllocationTime, SoftwareController};
@@ -154,18 +152,13 @@ pub(crate) fn local_backend_with(
     let config = LocalBackendConfig {
         drive,
         lease,
-        queue_pairs: QUEUE_PAIRS,
         reservation: None,
-        mdts: None,
-        doorbell_stride: nvme_guest::DoorbellStride::default(),
-        doorbells: mode,
-        poll: PollPolicy::default(),
-        adaptive: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
-        memory: nvme_guest::MemoryKinds::default(),
-        memory_limit: None,
-        rates: nvme_guest::rate_limit::RateLimits::default(),
-        serial: None,
+        options: BackendOptions {
+            queue_pairs: QUEUE_PAIRS,
+            doorbells: mode,
+            ..BackendOptions::default()
+        },
     };
     LocalBackend::with_parts(config, parts)
         .expect("an attachment")

@@ -22,10 +22,9 @@
 //!
 //! use nvme_guest::{ControllerBackend, Gpa, MemoryRegion};
 //! use vmm_device::{Bar, MsixMasking, NvmeFunction};
-//! # use nvme_guest::rate_limit::RateLimits;
-//! # use nvme_guest::{AdaptivePolicies, DoorbellMode, DoorbellStride, MemoryKinds};
+//! # use nvme_guest::DoorbellMode;
 //! # use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-//! # use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
+//! # use nvme_mpt::{BackendOptions, Drive, LocalBackend, LocalBackendConfig, PollerPool};
 //! # use nvme_software::{MemoryAllocationTime, SoftwareController};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -43,18 +42,13 @@
 //! # let backend = LocalBackend::new(LocalBackendConfig {
 //! #     drive,
 //! #     lease,
-//! #     queue_pairs: 4,
 //! #     reservation: None,
-//! #     mdts: None,
-//! #     doorbell_stride: DoorbellStride::default(),
-//! #     doorbells: DoorbellMode::Shadow,
-//! #     poll: PollPolicy::default(),
-//! #     adaptive: AdaptivePolicies::default(),
 //! #     pollers: PollerPool::new(),
-//! #     memory: MemoryKinds::default(),
-//! #     memory_limit: None,
-//! #     rates: RateLimits::default(),
-//! #     serial: None,
+//! #     options: BackendOptions {
+//! #         queue_pairs: 4,
+//! #         doorbells: DoorbellMode::Shadow,
+//! #         ..BackendOptions::default()
+//! #     },
 //! # })?;
 //! let mut function = NvmeFunction::new(Arc::new(backend), MsixMasking::Client);
 //! function.backend().map(MemoryRegion {

@@ -664,10 +664,10 @@ mod tests {
     use std::fs::File;
     use std::os::unix::fs::FileExt;
 
-    use nvme_guest::{AdaptivePolicies, DoorbellMode};
+    use nvme_guest::DoorbellMode;
     use nvme_lease::range::ByteRange;
     use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
-    use nvme_mpt::{LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
+    use nvme_mpt::{BackendOptions, LocalBackend, LocalBackendConfig, PollerPool};
     use nvme_mpt_vmm::drives::{self, DriveOptions};
     use nvme_spec::ids::QueueId;
     use nvme_spec::registers::Doorbell;
@@ -699,18 +699,13 @@ mod tests {
         let local_backend = LocalBackend::new(LocalBackendConfig {
             drive,
             lease,
-            queue_pairs: QUEUE_PAIRS,
             reservation: None,
-            mdts: None,
-            doorbell_stride: nvme_guest::DoorbellStride::default(),
-            doorbells,
-            poll: PollPolicy::default(),
-            adaptive: AdaptivePolicies::default(),
             pollers: PollerPool::new(),
-            memory: nvme_guest::MemoryKinds::default(),
-            memory_limit: None,
-            rates: nvme_guest::rate_limit::RateLimits::default(),
-            serial: None,
+            options: BackendOptions {
+                queue_pairs: QUEUE_PAIRS,
+                doorbells,
+                ..BackendOptions::default()
+            },
         })
         .unwrap();
         NvmeDevice::new(NvmeFunction::new(

@@ -10,10 +10,10 @@ use std::io::{self, Write};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::sync::Arc;
 
-use nvme_guest::{AdaptivePolicies, DoorbellMode, DoorbellStride, MemoryKinds};
+use nvme_guest::DoorbellMode;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::{LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
+use nvme_mpt::{BackendOptions, LocalBackend, LocalBackendConfig, PollerPool};
 use nvme_mpt_memory::memfd;
 use nvme_mpt_server::nvme_device::NvmeDevice;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
@@ -39,18 +39,13 @@ fn device() -> NvmeDevice {
     let local_backend = LocalBackend::new(LocalBackendConfig {
         drive,
         lease,
-        queue_pairs: 1,
         reservation: None,
-        mdts: None,
-        doorbell_stride: DoorbellStride::default(),
-        doorbells: DoorbellMode::Shadow,
-        poll: PollPolicy::default(),
-        adaptive: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
-        memory: MemoryKinds::default(),
-        memory_limit: None,
-        rates: nvme_guest::rate_limit::RateLimits::default(),
-        serial: None,
+        options: BackendOptions {
+            queue_pairs: 1,
+            doorbells: DoorbellMode::Shadow,
+            ..BackendOptions::default()
+        },
     });
     let function = NvmeFunction::new(Arc::new(local_backend.unwrap()), MsixMasking::Client);
     NvmeDevice::new(function).unwrap()

@@ -19,7 +19,7 @@ use nvme_lease::{
 use nvme_mpt::drive::{DiskImageHeader, ReserveError, SpareDescriptorStore};
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt::{
-    Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool,
+    BackendOptions, Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool,
     SharedBackendPartsSource,
 };
 use nvme_mpt_lease_protocol::attach_any_server;
@@ -172,7 +172,7 @@ impl LeaseLedgers {
 
     /// Returns the memory limit in a function's options, or else the limit set by [`Self::with_memory_limit`].
     fn memory_limit_for(&self, options: &FunctionOptions) -> Option<ByteSize> {
-        options.memory_limit.or(self.memory_limit)
+        options.backend.memory_limit.or(self.memory_limit)
     }
 
     /// Sets the ledger of private drives. A server receives this ledger from its predecessor, and passes it to its successor.
@@ -501,28 +501,24 @@ pub fn attach_with(
     // The reservation of queue pairs comes first: if the drive refuses it, the ledger and previous owners' data are unchanged.
     let reservation = match options.reserve {
         0 => None,
-        pairs => Some(drive.reserve_pairs(&id, pairs, options.rates.weight.unwrap_or_default())?),
+        pairs => Some(drive.reserve_pairs(
+            &id,
+            pairs,
+            options.backend.rates.weight.unwrap_or_default(),
+        )?),
     };
     let lease = ledgers.lease(options, drive, &id, wanted)?;
     wipe(drive, &lease, stop)?;
-    let memory_limit = ledgers
-        .memory_limit_for(options)
-        .map(|ByteSize(limit)| limit);
     let config = LocalBackendConfig {
         drive: drive.clone(),
         lease,
-        queue_pairs: options.queue_pairs(),
         reservation,
-        mdts: options.mdts,
-        doorbells: options.doorbells,
-        doorbell_stride: options.doorbell_stride,
         pollers: pollers.clone(),
-        poll: options.poll.clone(),
-        adaptive: options.fixed,
-        memory: options.memory,
-        memory_limit,
-        rates: options.rates,
-        serial: options.serial.clone(),
+        options: BackendOptions {
+            queue_pairs: options.queue_pairs(),
+            memory_limit: ledgers.memory_limit_for(options),
+            ..options.backend.clone()
+        },
     };
     let spares = ledgers.spare_store.clone();
     Ok(LocalBackend::with_spares(config, parts, spares)?)

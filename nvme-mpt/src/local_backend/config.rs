@@ -10,6 +10,7 @@ use nvme_guest::host::Mdts;
 use nvme_guest::interrupt::EventReader;
 use nvme_guest::rate_limit::RateLimits;
 use nvme_lease::Lease;
+use nvme_lease::range::ByteSize;
 
 use crate::drive::Drive;
 use crate::drive::QueuePairReservation;
@@ -22,10 +23,23 @@ pub struct LocalBackendConfig {
     pub drive: Arc<Drive>,
     /// Lease of ranges of the drive.
     pub lease: Lease,
-    /// Number of I/O queue pairs: 1 to [`DoorbellStride::queue_pairs_max`].
-    pub queue_pairs: u16,
     /// Queue pairs of the drive that are reserved for the lease.
     pub reservation: Option<QueuePairReservation>,
+    /// Pollers that run the queues.
+    pub pollers: Arc<PollerPool>,
+    /// Choices of the function's owner.
+    pub options: BackendOptions,
+}
+
+/// Default number of I/O queue pairs: one for each vCPU of most guests. A queue pair that the guest does not create costs
+/// nothing.
+const DEFAULT_QUEUE_PAIRS: u16 = 16;
+
+/// Choices of a function's owner that its back end follows.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BackendOptions {
+    /// Maximum number of I/O queue pairs for the guest: 1 to [`DoorbellStride::queue_pairs_max`].
+    pub queue_pairs: u16,
     /// Maximum data transfer size of a command; `None` for that of the drive.
     pub mdts: Option<Mdts>,
     /// Way in which doorbell writes reach the pollers.
@@ -36,16 +50,41 @@ pub struct LocalBackendConfig {
     pub poll: PollPolicy,
     /// Choices of the adaptive policies; those [of the drive](AdaptivePolicies::for_drive) are set when the drive is opened.
     pub adaptive: AdaptivePolicies,
-    /// Pollers that run the queues.
-    pub pollers: Arc<PollerPool>,
     /// Kinds of files that may back the VM's memory.
     pub memory: MemoryKinds,
     /// Maximum bytes of VM memory that may be mapped if memory is pinned; `None` for all memory of the host.
-    pub memory_limit: Option<u64>,
+    pub memory_limit: Option<ByteSize>,
     /// Limits of I/Os and bytes per second for all queues of the function together, and the lease's weight.
     pub rates: RateLimits,
     /// Serial Number to report instead of the lease's own, up to 20 ASCII characters.
     pub serial: Option<String>,
+}
+
+impl Default for BackendOptions {
+    fn default() -> Self {
+        Self {
+            queue_pairs: DEFAULT_QUEUE_PAIRS,
+            mdts: None,
+            doorbells: DoorbellMode::default(),
+            doorbell_stride: DoorbellStride::default(),
+            poll: PollPolicy::default(),
+            adaptive: AdaptivePolicies::default(),
+            memory: MemoryKinds::default(),
+            memory_limit: None,
+            rates: RateLimits::default(),
+            serial: None,
+        }
+    }
+}
+
+impl BackendOptions {
+    /// Returns [`Self::queue_pairs`], or fewer if the function offers a Doorbell Buffer, whose one page limits the number of
+    /// doorbells.
+    #[must_use]
+    pub fn bounded_queue_pairs(&self) -> u16 {
+        let most = self.doorbell_stride.queue_pairs_max(self.doorbells);
+        self.queue_pairs.min(most)
+    }
 }
 
 /// Source of the parts that a function and its back end share.

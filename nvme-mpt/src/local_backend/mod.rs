@@ -54,7 +54,7 @@ use nvme_mpt_memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use nvme_mpt_memory::sync::{Mutex, try_lock};
 use nvme_spec::ids::QueueId;
 
-pub use config::{LocalBackendConfig, SharedBackendPartsSource};
+pub use config::{BackendOptions, LocalBackendConfig, SharedBackendPartsSource};
 pub use error::LocalBackendError;
 pub use lease_growth::GrowError;
 pub(crate) use open_lease::OpenLease;
@@ -150,19 +150,22 @@ impl LocalBackend {
         let LocalBackendConfig {
             drive,
             lease,
-            queue_pairs,
             reservation,
+            pollers,
+            options,
+        } = config;
+        let BackendOptions {
+            queue_pairs,
             mdts,
             doorbells,
             doorbell_stride,
             poll,
             adaptive: policies,
-            pollers,
             memory,
             memory_limit,
             rates,
             serial,
-        } = config;
+        } = options;
         let most = doorbell_stride.queue_pairs_max(doorbells);
         if queue_pairs == 0 || queue_pairs > most {
             return Err(LocalBackendError::InvalidQueuePairs { queue_pairs, most });
@@ -253,7 +256,7 @@ impl LocalBackend {
         };
         let space = drive.controller().iova_space();
         let memory_limit = memory_limit
-            .map(MemoryLimit::Configured)
+            .map(|ByteSize(limit)| MemoryLimit::Configured(limit))
             .or_else(|| MemoryAccount::for_host().total().map(MemoryLimit::Host));
         let window = DmaWindow::new(space.clone()).with_kinds(memory);
         let window = window.with_function(lease.id(), memory_limit);

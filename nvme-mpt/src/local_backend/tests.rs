@@ -1,6 +1,5 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use nvme_guest::adaptive::AdaptivePolicies;
 use nvme_guest::backend::{ControllerBackend, CqConfig, MemoryBackend, QueueBackend};
 use nvme_guest::dma::MemoryRegion;
 use nvme_guest::event::{DriveEvent, IoQueueEvent};
@@ -26,18 +25,13 @@ fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
     LocalBackendConfig {
         drive: drive.clone(),
         lease: lease.expect("free"),
-        queue_pairs: 1,
         reservation: None,
-        mdts: None,
-        doorbell_stride: nvme_guest::DoorbellStride::default(),
-        doorbells: DoorbellMode::Shadow,
-        poll: PollPolicy::default(),
-        adaptive: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
-        memory: MemoryKinds::default(),
-        memory_limit: None,
-        rates: nvme_guest::rate_limit::RateLimits::default(),
-        serial: None,
+        options: BackendOptions {
+            queue_pairs: 1,
+            doorbells: DoorbellMode::Shadow,
+            ..BackendOptions::default()
+        },
     }
 }
 
@@ -49,22 +43,22 @@ fn impossible_backends_are_refused_by_name() {
         change(&mut config);
         LocalBackend::new(config).expect_err("refused").to_string()
     };
-    assert!(attach(|config| config.queue_pairs = 0).contains("1 to 511"));
-    assert!(attach(|config| config.queue_pairs = 512).contains("512"));
+    assert!(attach(|config| config.options.queue_pairs = 0).contains("1 to 511"));
+    assert!(attach(|config| config.options.queue_pairs = 512).contains("512"));
     let message = attach(|config| {
-        config.queue_pairs = 32;
-        config.doorbell_stride = nvme_guest::DoorbellStride::Bytes64;
+        config.options.queue_pairs = 32;
+        config.options.doorbell_stride = nvme_guest::DoorbellStride::Bytes64;
     });
     assert!(message.contains("1 to 31"), "{message}");
-    let message = attach(|config| config.mdts = Some(Mdts::MAX));
+    let message = attach(|config| config.options.mdts = Some(Mdts::MAX));
     assert!(
         message.contains("2M") && message.contains("8K to 1M"),
         "{message}"
     );
-    let message = attach(|config| config.memory = MemoryKinds::Any);
+    let message = attach(|config| config.options.memory = MemoryKinds::Any);
     assert!(message.contains("poll=dedicated"), "{message}");
-    assert!(attach(|config| config.serial = Some("x".repeat(21))).contains("20 printable"));
-    assert!(attach(|config| config.serial = Some("a\nb".into())).contains("20 printable"));
+    assert!(attach(|config| config.options.serial = Some("x".repeat(21))).contains("20 printable"));
+    assert!(attach(|config| config.options.serial = Some("a\nb".into())).contains("20 printable"));
 }
 
 fn local_backend() -> LocalBackend {

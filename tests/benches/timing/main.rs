@@ -19,12 +19,11 @@ use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvme_guest::AdaptivePolicies;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_models::{DriveProfile, NvmProfile, SsdProfile};
 use nvme_mpt::shadow::ShadowQueue;
-use nvme_mpt::{LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
+use nvme_mpt::{BackendOptions, LocalBackend, LocalBackendConfig, PollerPool};
 use nvme_mpt_tests::attached_guest::AttachedGuest;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
 use nvme_mpt_tests::memory::DmaBuffer;
@@ -74,18 +73,13 @@ impl Rig {
         let config = LocalBackendConfig {
             lease: Ledger::in_process().acquire(&request).unwrap(),
             drive,
-            queue_pairs: 1,
             reservation: None,
-            mdts: None,
-            doorbell_stride: nvme_guest::DoorbellStride::default(),
-            doorbells: nvme_guest::DoorbellMode::Shadow,
-            poll: PollPolicy::default(),
-            adaptive: AdaptivePolicies::default(),
             pollers: PollerPool::new(),
-            memory: nvme_guest::MemoryKinds::default(),
-            memory_limit: None,
-            rates: nvme_guest::rate_limit::RateLimits::default(),
-            serial: None,
+            options: BackendOptions {
+                queue_pairs: 1,
+                doorbells: nvme_guest::DoorbellMode::Shadow,
+                ..BackendOptions::default()
+            },
         };
         let local_backend = Arc::new(LocalBackend::new(config).unwrap());
         let guest = AttachedGuest::new(local_backend.clone(), 128 << 20);

@@ -16,11 +16,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_guest::threads::ThreadSpawner;
-use nvme_guest::{AdaptivePolicies, CqConfig, DoorbellMode, Gpa, MemoryRegion, SqConfig};
+use nvme_guest::{CqConfig, DoorbellMode, Gpa, MemoryRegion, SqConfig};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::shadow::ShadowQueue;
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
+use nvme_mpt::{BackendOptions, Drive, LocalBackend, LocalBackendConfig, PollerPool};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::drive::{HandQueue, ModelDrive, NamespaceOptions, Options};
 use nvme_spec::ids::QueueId;
@@ -96,18 +96,13 @@ impl Lane {
         let local_backend = LocalBackend::new(LocalBackendConfig {
             drive: drive.clone(),
             lease: ledger.acquire(&request).expect("a lease"),
-            queue_pairs: 1,
             reservation: None,
-            mdts: None,
-            doorbell_stride: nvme_guest::DoorbellStride::default(),
-            doorbells: DoorbellMode::Trap,
-            poll: PollPolicy::default(),
-            adaptive: AdaptivePolicies::default(),
             pollers: pollers.clone(),
-            memory: nvme_guest::MemoryKinds::default(),
-            memory_limit: None,
-            rates: nvme_guest::rate_limit::RateLimits::default(),
-            serial: None,
+            options: BackendOptions {
+                queue_pairs: 1,
+                doorbells: DoorbellMode::Trap,
+                ..BackendOptions::default()
+            },
         })
         .expect("an attachment");
         let memory = tempfile::tempfile_in("/dev/shm").expect("memory");

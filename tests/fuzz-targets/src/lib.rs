@@ -21,11 +21,11 @@ pub mod vfio_user_message;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use nvme_guest::{AdaptivePolicies, DoorbellMode, EventReader, Gpa, MemoryRegion};
+use nvme_guest::{DoorbellMode, EventReader, Gpa, MemoryRegion};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::{
-    Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollPolicy, PollerPool,
+    BackendOptions, Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool,
     SharedBackendPartsSource,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
@@ -114,18 +114,13 @@ impl Host {
         let config = LocalBackendConfig {
             drive,
             lease,
-            queue_pairs: QUEUE_PAIRS,
             reservation: None,
-            mdts: None,
-            doorbell_stride: nvme_guest::DoorbellStride::default(),
-            doorbells: mode,
-            poll: PollPolicy::default(),
-            adaptive: AdaptivePolicies::default(),
             pollers: self.pollers.clone(),
-            memory: nvme_guest::MemoryKinds::default(),
-            memory_limit: None,
-            rates: nvme_guest::rate_limit::RateLimits::default(),
-            serial: None,
+            options: BackendOptions {
+                queue_pairs: QUEUE_PAIRS,
+                doorbells: mode,
+                ..BackendOptions::default()
+            },
         };
         LocalBackend::with_parts(config, parts)
     }

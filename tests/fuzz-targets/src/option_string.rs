@@ -8,6 +8,7 @@ use std::path::Path;
 
 use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
 use nvme_lease::range::{ByteRange, ByteSize};
+use nvme_mpt::BackendOptions;
 use nvme_mpt_vmm::options::{
     FunctionOptions, OptionError, OptionText, RateChange, ServerDriveOptions, ServerFunctionOptions,
 };
@@ -18,8 +19,8 @@ fn check_error(error: &OptionError) {
 }
 
 fn check(options: &FunctionOptions) {
-    assert!((1..=MAX_QUEUE_PAIRS).contains(&options.queues));
-    if let Some(serial) = &options.serial {
+    assert!((1..=MAX_QUEUE_PAIRS).contains(&options.backend.queue_pairs));
+    if let Some(serial) = &options.backend.serial {
         assert!((1..=20).contains(&serial.len()) && serial.is_ascii());
     }
     if let Some(range) = options.range {
@@ -33,8 +34,11 @@ fn check(options: &FunctionOptions) {
         options.path.to_string().parse().ok(),
         Some(options.path.clone())
     );
-    assert_eq!(options.poll.to_string().parse().as_ref(), Ok(&options.poll));
-    assert_eq!(options.doorbells.to_string().parse(), Ok(options.doorbells));
+    let BackendOptions {
+        poll, doorbells, ..
+    } = &options.backend;
+    assert_eq!(poll.to_string().parse().as_ref(), Ok(poll));
+    assert_eq!(doorbells.to_string().parse(), Ok(*doorbells));
     assert_ne!(options.id.as_deref(), Some(""));
 }
 

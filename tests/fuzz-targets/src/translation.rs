@@ -18,12 +18,12 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_guest::{AdaptivePolicies, CqConfig, DoorbellMode, Gpa, MemoryRegion, SqConfig};
+use nvme_guest::{CqConfig, DoorbellMode, Gpa, MemoryRegion, SqConfig};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
 use nvme_models::DriveProfile;
 use nvme_mpt::shadow::ShadowQueue;
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollPolicy, PollerPool};
+use nvme_mpt::{BackendOptions, Drive, LocalBackend, LocalBackendConfig, PollerPool};
 use nvme_mpt_memory::clock;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_spec::ids::QueueId;
@@ -147,19 +147,14 @@ impl Lane {
         let local_backend = LocalBackend::new(LocalBackendConfig {
             drive: drive.clone(),
             lease: ledger.acquire(&request).expect("a lease"),
-            queue_pairs: 1,
             reservation: None,
-            // The queues use doorbell registers, since data of a command could overwrite a Doorbell Buffer.
-            mdts: None,
-            doorbell_stride: nvme_guest::DoorbellStride::default(),
-            doorbells: DoorbellMode::Trap,
-            poll: PollPolicy::default(),
-            adaptive: AdaptivePolicies::default(),
             pollers: pollers.clone(),
-            memory: nvme_guest::MemoryKinds::default(),
-            memory_limit: None,
-            rates: nvme_guest::rate_limit::RateLimits::default(),
-            serial: None,
+            options: BackendOptions {
+                queue_pairs: 1,
+                // The queues use doorbell registers, since data of a command could overwrite a Doorbell Buffer.
+                doorbells: DoorbellMode::Trap,
+                ..BackendOptions::default()
+            },
         })
         .expect("an attachment");
         let rings = file(4 * PAGE);

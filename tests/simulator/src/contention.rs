@@ -16,7 +16,7 @@ use nvme_guest::interrupt::{ClientSignals, EventReader};
 use nvme_guest::threads::start_thread;
 use nvme_lease::range::ByteRange;
 use nvme_mpt::drive::HostController;
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource};
+use nvme_mpt::{Drive, LocalBackend, PollerPool, SharedBackendPartsSource};
 use nvme_mpt_memory::clock;
 use nvme_mpt_memory::simulation::{acted, costs};
 use nvme_mpt_tests::command::{DSM_DEALLOCATE, Sqe, dsm_range, io};
@@ -99,10 +99,8 @@ impl Client {
         rng: &mut Rng,
     ) -> Self {
         let lease = lease_on(drive, "guest", range);
-        let config = LocalBackendConfig {
-            queue_pairs: queues,
-            ..config(drive, lease, DoorbellMode::Trap, "shared:event", pollers)
-        };
+        let mut config = config(drive, lease, DoorbellMode::Trap, "shared:event", pollers);
+        config.options.queue_pairs = queues;
         let local_backend = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
         let local_backend = local_backend.unwrap_or_else(|error| panic!("no attachment: {error}"));
         let function = NvmeFunction::new(Arc::new(local_backend), MsixMasking::Client);

@@ -4,15 +4,17 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use nvme_guest::Gpa;
 use nvme_guest::rate_limit::{RateLimit, RateLimits};
 use nvme_guest::threads::{ThreadSpawner, start_thread};
-use nvme_guest::{AdaptivePolicies, Gpa, MemoryKinds};
 use nvme_layers::LayeredController;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_models::DriveProfile;
 use nvme_mpt::drive::HostController;
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource};
+use nvme_mpt::{
+    BackendOptions, Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource,
+};
 use nvme_mpt_memory::clock;
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::doorbell::DoorbellMode;
@@ -416,13 +418,10 @@ impl Host {
         rng: &mut Rng,
     ) -> NvmeFunction {
         let policy = policy(doorbells, rng);
-        let config = LocalBackendConfig {
-            rates: match scenario {
-                Scenario::Limits => limits(rng),
-                _ => RateLimits::default(),
-            },
-            ..config(&self.drive, lease, doorbells, policy, &self.pollers)
-        };
+        let mut config = config(&self.drive, lease, doorbells, policy, &self.pollers);
+        if scenario == Scenario::Limits {
+            config.options.rates = limits(rng);
+        }
         let local_backend = LocalBackend::with_parts(config, SharedBackendPartsSource::Own)
             .unwrap_or_else(|error| panic!("no attachment: {error}"));
         NvmeFunction::new(Arc::new(local_backend), MsixMasking::Client)
@@ -450,22 +449,18 @@ pub(crate) fn config(
     LocalBackendConfig {
         drive: drive.clone(),
         lease,
-        queue_pairs: QUEUE_PAIRS,
         reservation: None,
-        mdts: None,
-        doorbell_stride: nvme_guest::DoorbellStride::default(),
-        doorbells: match doorbells {
-            DoorbellMode::Shadow => nvme_guest::DoorbellMode::Shadow,
-            DoorbellMode::Mapped => nvme_guest::DoorbellMode::Mapped,
-            DoorbellMode::Trap => nvme_guest::DoorbellMode::Trap,
-        },
-        poll: policy.parse().expect("a policy"),
-        adaptive: AdaptivePolicies::default(),
         pollers: pollers.clone(),
-        memory: MemoryKinds::default(),
-        memory_limit: None,
-        rates: RateLimits::default(),
-        serial: None,
+        options: BackendOptions {
+            queue_pairs: QUEUE_PAIRS,
+            doorbells: match doorbells {
+                DoorbellMode::Shadow => nvme_guest::DoorbellMode::Shadow,
+                DoorbellMode::Mapped => nvme_guest::DoorbellMode::Mapped,
+                DoorbellMode::Trap => nvme_guest::DoorbellMode::Trap,
+            },
+            poll: policy.parse().expect("a policy"),
+            ..BackendOptions::default()
+        },
     }
 }
 

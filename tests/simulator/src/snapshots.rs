@@ -15,7 +15,7 @@ use nvme_layers::LayeredController;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_models::DriveProfile;
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource};
+use nvme_mpt::{Drive, LocalBackend, PollerPool, SharedBackendPartsSource};
 use nvme_mpt_memory::files::simulated as files;
 use nvme_mpt_memory::sync::mpsc::{self, Receiver, Sender};
 use nvme_mpt_memory::{clock, eventfd};
@@ -102,16 +102,9 @@ impl FunctionSlot {
             blocks: drive.blocks(),
             previous_data: PreviousDataPolicy::Kept,
         })?;
-        let config = LocalBackendConfig {
-            queue_pairs: build.queue_pairs,
-            ..config(
-                &drive,
-                lease,
-                build.doorbells,
-                build.policy,
-                &PollerPool::new(),
-            )
-        };
+        let pollers = PollerPool::new();
+        let mut config = config(&drive, lease, build.doorbells, build.policy, &pollers);
+        config.options.queue_pairs = build.queue_pairs;
         let local_backend = LocalBackend::with_parts(config, SharedBackendPartsSource::Own)
             .unwrap_or_else(|error| panic!("no attachment: {error}"));
         let function = NvmeFunction::new(Arc::new(local_backend), MsixMasking::Client);

@@ -14,13 +14,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
+use nvme_guest::Gpa;
 use nvme_guest::adaptive::PolicyChoice;
-use nvme_guest::rate_limit::{LeaseWeight, RateLimits};
+use nvme_guest::rate_limit::LeaseWeight;
 use nvme_guest::threads::{ThreadSpawner, start_thread};
-use nvme_guest::{AdaptivePolicies, Gpa};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource};
+use nvme_mpt::{Drive, LocalBackend, PollerPool, SharedBackendPartsSource};
 use nvme_mpt_memory::clock;
 use nvme_mpt_memory::simulation::acted;
 use nvme_mpt_tests::command::{Sqe, dsm_range};
@@ -368,25 +368,18 @@ impl World {
                 Err(error) => panic!("no lease: {error}"),
             }
         };
-        let config = LocalBackendConfig {
-            queue_pairs: behaviour.queues,
-            rates: RateLimits {
-                weight: Some(LeaseWeight::try_from(weight).expect("within bounds")),
-                ..RateLimits::default()
-            },
-            // The policy for interrupt coalescing is fixed: its experiments would dominate p99.
-            adaptive: AdaptivePolicies {
-                coalescing: PolicyChoice::Fixed,
-                ..AdaptivePolicies::default()
-            },
-            ..config(
-                &self.drive,
-                lease,
-                DoorbellMode::Trap,
-                "shared:event",
-                &self.pollers,
-            )
-        };
+        let mut config = config(
+            &self.drive,
+            lease,
+            DoorbellMode::Trap,
+            "shared:event",
+            &self.pollers,
+        );
+        let options = &mut config.options;
+        options.queue_pairs = behaviour.queues;
+        options.rates.weight = Some(LeaseWeight::try_from(weight).expect("within bounds"));
+        // The policy for interrupt coalescing is fixed: its experiments would dominate p99.
+        options.adaptive.coalescing = PolicyChoice::Fixed;
         let local_backend = LocalBackend::with_parts(config, SharedBackendPartsSource::Own);
         let local_backend = local_backend.unwrap_or_else(|error| panic!("no attachment: {error}"));
         let function = NvmeFunction::new(Arc::new(local_backend), MsixMasking::Client);

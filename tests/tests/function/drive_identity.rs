@@ -6,11 +6,11 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
-use nvme_guest::{AdaptivePolicies, DoorbellMode, MemoryKinds};
+use nvme_guest::DoorbellMode;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, RequestedBytes};
 use nvme_mpt::{
-    Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollPolicy, PollerPool,
+    BackendOptions, Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::report;
@@ -41,18 +41,13 @@ fn attach(drive: &Arc<Drive>, lease: Lease) -> Result<LocalBackend, LocalBackend
     LocalBackend::new(LocalBackendConfig {
         drive: drive.clone(),
         lease,
-        queue_pairs: 1,
         reservation: None,
-        mdts: None,
-        doorbell_stride: nvme_guest::DoorbellStride::default(),
-        doorbells: DoorbellMode::Shadow,
-        poll: PollPolicy::default(),
-        adaptive: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
-        memory: MemoryKinds::default(),
-        memory_limit: None,
-        rates: nvme_guest::rate_limit::RateLimits::default(),
-        serial: None,
+        options: BackendOptions {
+            queue_pairs: 1,
+            doorbells: DoorbellMode::Shadow,
+            ..BackendOptions::default()
+        },
     })
 }
 

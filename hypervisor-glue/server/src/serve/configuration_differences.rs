@@ -162,7 +162,7 @@ impl RunningConfiguration {
             };
             let options = &other.function.function;
             let is_larger = options.size > function.function.size;
-            if options.rates != function.function.rates {
+            if options.backend.rates != function.function.backend.rates {
                 let keys = "limit".to_owned();
                 all.push(ConfigurationDifference::Changed { socket, keys });
             } else if is_larger {

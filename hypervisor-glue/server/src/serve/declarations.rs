@@ -184,14 +184,14 @@ impl FunctionDeclaration {
     /// Returns whether a reload can leave a served function as it is. Limits and lease size are not compared, as they can
     /// change while the function is served.
     pub(super) fn is_same_as(&self, running: &ServerFunctionOptions) -> bool {
-        let rates = running.function.rates;
+        let rates = running.function.backend.rates;
         self.with_rates(rates).with_size_of(running).function == *running
     }
 
     /// Returns a copy of the declaration with other limits.
     pub(super) fn with_rates(&self, rates: RateLimits) -> Self {
         let mut other = self.clone();
-        other.function.function.rates = rates;
+        other.function.function.backend.rates = rates;
         other
     }
 

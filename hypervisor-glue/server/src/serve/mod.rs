@@ -679,9 +679,9 @@ fn prepare_takeover(
     let ledgers = open_ledgers(&options.state_dir, true)?;
     let pollers = PollerPool::with_threads(crashes::thread_spawner());
     for function in &functions {
-        if function.poll.check_processors().is_ok() {
+        if function.backend.poll.check_processors().is_ok() {
             // An error is ignored, because the function's first queue tries again to start the poller.
-            let _ = pollers.prepare(&function.poll, function.fixed);
+            let _ = pollers.prepare(&function.backend.poll, function.backend.adaptive);
         }
     }
     // Threads that start while functions are paused would take processor time from the predecessor, so wait until they have

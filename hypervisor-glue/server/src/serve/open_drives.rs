@@ -317,7 +317,9 @@ fn common_options<'a>(
     let profile = common_value("profile", profiles)?;
     let faults = sharing.clone().filter_map(|other| other.faults.clone());
     let faults = common_value("faults", faults)?;
-    let fixed = sharing.clone().map(|other| other.fixed.for_drive());
+    let fixed = sharing
+        .clone()
+        .map(|other| other.backend.adaptive.for_drive());
     let policies = common_value(
         "fixed",
         fixed.filter(|fixed| *fixed != AdaptivePolicies::default()),

@@ -267,7 +267,7 @@ impl RegisteredFunction {
                 range: extents.single(),
                 extents: Some(extents),
                 origin: declaration.source,
-                limits: function.rates.to_string(),
+                limits: function.backend.rates.to_string(),
                 state: FunctionStatus::Waiting,
                 summary: summary(function, &drive, local_backend),
             },
@@ -335,7 +335,7 @@ impl RegisteredFunction {
 
     /// Changes the rate limits while the guest runs.
     pub(super) fn set_rates(&mut self, rates: RateLimits) {
-        self.declaration.function.function.rates = rates;
+        self.declaration.function.function.backend.rates = rates;
         self.entry.limits = rates.to_string();
         // Without a back end, the thread has ended and the function has no queues.
         if let Some(local_backend) = self.local_backend.upgrade() {
@@ -395,7 +395,7 @@ fn resume_function(
         ..
     } = &declaration.function;
     // The device stores its state from now on. Restoring the client already changes the state.
-    let mut device = NvmeDevice::new(function)?.with_persistence(persisted, options.memory);
+    let mut device = NvmeDevice::new(function)?.with_persistence(persisted, options.backend.memory);
     device.restore(client, &function_state)?;
     let pause = stream
         .is_some()
@@ -429,7 +429,7 @@ fn serve_persisted(
         &request_log,
         &shared,
     )?);
-    let memory = declaration.function.function.memory;
+    let memory = declaration.function.function.backend.memory;
     let device = device.with_persistence(persisted.clone(), memory);
     let server =
         VfioUserServer::bind_with_log(socket, declared_access(declaration)?, device, request_log)?;
@@ -451,8 +451,8 @@ fn summary(options: &FunctionOptions, drive: &Drive, local_backend: &LocalBacken
         ),
     };
     let queue_pairs = match local_backend.max_queue_pairs() {
-        pairs if pairs == options.queues => format!("{pairs} queue pairs"),
-        pairs => format!("{pairs} of {} queue pairs", options.queues),
+        pairs if pairs == options.backend.queue_pairs => format!("{pairs} queue pairs"),
+        pairs => format!("{pairs} of {} queue pairs", options.backend.queue_pairs),
     };
     let drive = match options.path {
         DrivePath::Pci(_) => format!("{} namespace {}", options.path, drive.namespace().nsid),
@@ -462,7 +462,7 @@ fn summary(options: &FunctionOptions, drive: &Drive, local_backend: &LocalBacken
         "{drive}, range {} ({contents}); serial {}; doorbells {}, poll {}, {queue_pairs}",
         local_backend.lease().extents(),
         namespace.serial,
-        options.doorbells,
-        options.poll,
+        options.backend.doorbells,
+        options.backend.poll,
     )
 }

@@ -390,8 +390,8 @@ impl FunctionRegistry {
         let before = self.functions[place].declaration.clone();
         change.check(&before.function.function.path)?;
         let declaration = &mut self.functions[place].declaration;
-        let rates = change.apply_to(declaration.function.function.rates);
-        declaration.function.function.rates = rates;
+        let rates = change.apply_to(declaration.function.function.backend.rates);
+        declaration.function.function.backend.rates = rates;
         declaration.text = given
             .pairs()
             .fold(declaration.text.clone(), |text, (key, value)| {

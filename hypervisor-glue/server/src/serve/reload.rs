@@ -40,7 +40,7 @@ impl FunctionRegistry {
                 continue;
             }
             let present = &registered_function.declaration.function;
-            let rates = present.function.rates;
+            let rates = present.function.backend.rates;
             let stays = wanted.iter().position(|other| other.is_same_as(present));
             let Some(stays) = stays.filter(|_| !registered_function.is_quarantined()) else {
                 going.push(place);
@@ -51,7 +51,7 @@ impl FunctionRegistry {
             let requested_size = stays.function.function.size;
             let larger = requested_size.filter(|size| registered_function.needs_growth(*size));
             grown.extend(larger.map(|size| (place, size)));
-            if stays.function.function.rates != rates {
+            if stays.function.function.backend.rates != rates {
                 reloaded.limited.push(registered_function.entry.id.clone());
                 limited.push(stays);
             } else if larger.is_none() {
@@ -113,7 +113,7 @@ impl FunctionRegistry {
             };
             if let Some(registered_function) = self.functions.iter_mut().find(same) {
                 registered_function.declaration.text = declaration.text.clone();
-                registered_function.set_rates(function.function.rates);
+                registered_function.set_rates(function.function.backend.rates);
             }
         }
         let made = self.functions.iter().skip(unchanged_count);

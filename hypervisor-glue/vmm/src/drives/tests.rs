@@ -1,9 +1,9 @@
 use std::fs;
 
-use nvme_guest::{AdaptivePolicies, DoorbellMode, MemoryKinds};
+use nvme_guest::DoorbellMode;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_models::ProfileSize;
-use nvme_mpt::{LocalBackend, LocalBackendConfig, LocalBackendError, PollPolicy, PollerPool};
+use nvme_mpt::{BackendOptions, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool};
 
 use super::*;
 
@@ -169,18 +169,13 @@ fn config(drive: &Arc<Drive>, range: &str) -> LocalBackendConfig {
     LocalBackendConfig {
         drive: drive.clone(),
         lease: lease.expect("free"),
-        queue_pairs: 1,
         reservation: None,
-        mdts: None,
-        doorbell_stride: nvme_guest::DoorbellStride::default(),
-        doorbells: DoorbellMode::Shadow,
-        poll: PollPolicy::default(),
-        adaptive: AdaptivePolicies::default(),
         pollers: PollerPool::new(),
-        memory: MemoryKinds::default(),
-        memory_limit: None,
-        rates: nvme_guest::rate_limit::RateLimits::default(),
-        serial: None,
+        options: BackendOptions {
+            queue_pairs: 1,
+            doorbells: DoorbellMode::Shadow,
+            ..BackendOptions::default()
+        },
     }
 }
 

@@ -5,15 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_guest::adaptive::{AdaptivePolicies, PolicyChoice};
-use nvme_guest::host::Mdts;
-use nvme_guest::rate_limit::{RateLimit, RateLimits};
+use nvme_guest::rate_limit::RateLimit;
 use nvme_guest::{DoorbellMode, DoorbellStride, MemoryKinds};
 use nvme_layers::faults::FaultPlan;
 use nvme_lease::PreviousDataPolicy;
 use nvme_lease::label::DriveName;
 use nvme_lease::range::{ByteRange, ByteSize};
 use nvme_models::{DriveProfile, ProfileSize};
-use nvme_mpt::PollPolicy;
+use nvme_mpt::BackendOptions;
 use nvme_mpt::poller::{PollerIdleMode, PollerSharing};
 use nvme_software::MemoryAllocationTime;
 use nvme_spec::ids::Nsid;
@@ -68,33 +67,14 @@ pub struct FunctionOptions {
     /// Unit of which the size of each extent of a lease with `size` is a multiple. If not given, the drive's default unit is
     /// used.
     pub unit: Option<ByteSize>,
-    /// Maximum number of I/O queue pairs for the guest, from 1 to [`MAX_QUEUE_PAIRS`](nvme_guest::doorbell::MAX_QUEUE_PAIRS).
-    pub queues: u16,
-    /// Number of the physical drive's I/O queue pairs to reserve for the function, at most [`Self::queues`].
+    /// Options that the function's back end follows.
+    pub backend: BackendOptions,
+    /// Number of the physical drive's I/O queue pairs to reserve for the function, at most [`Self::queue_pairs`].
     pub reserve: u16,
-    /// Maximum data transfer of a command; the drive's MDTS if not given.
-    pub mdts: Option<Mdts>,
     /// Name of the function and of its lease.
     pub id: Option<String>,
-    /// Mode of the guest's doorbells: whether their writes exit to the VMM.
-    pub doorbells: DoorbellMode,
-    /// Doorbell stride.
-    pub doorbell_stride: DoorbellStride,
-    /// Polling policy of the guest's queues.
-    pub poll: PollPolicy,
-    /// Adaptive policies whose parameters stay fixed.
-    pub fixed: AdaptivePolicies,
-    /// Kinds of files that may back the VM's memory.
-    pub memory: MemoryKinds,
-    /// Maximum bytes of the VM's memory that are mapped for a physical drive. If not given, the process's default limit applies
-    /// (if there is one).
-    pub memory_limit: Option<ByteSize>,
-    /// Limits of I/Os and bytes per second, and the function's weight against other guests.
-    pub rates: RateLimits,
     /// Policy for data that another lease id left in the leased bytes.
     pub data: PreviousDataPolicy,
-    /// Serial number that the guest sees instead of the one that is derived from the lease.
-    pub serial: Option<String>,
     /// Logical block size of a software drive.
     pub lba: Option<LbaSize>,
     /// Name of the drive's label.
@@ -133,27 +113,26 @@ pub(super) fn check_bandwidth(limit: Option<RateLimit>) -> Result<(), OptionErro
     })
 }
 
-/// Default number of I/O queue pairs: one for each vCPU of most guests. A queue pair that the guest does not create costs
-/// nothing.
-const DEFAULT_QUEUES: u16 = 16;
-
 impl FunctionOptions {
-    /// Returns the number of I/O queue pairs: [`Self::queues`], or fewer if the function offers a Doorbell Buffer, whose one
-    /// page limits the number of doorbells.
+    /// Returns the number of I/O queue pairs that the guest gets: those that the options ask for, or fewer if the function
+    /// offers a Doorbell Buffer.
     #[must_use]
     pub fn queue_pairs(&self) -> u16 {
-        let most = self.doorbell_stride.queue_pairs_max(self.doorbells);
-        self.queues.min(most)
+        self.backend.bounded_queue_pairs()
     }
 
     /// Returns warnings about options that common guest drivers handle badly, one sentence each, for the operator.
     #[must_use]
     pub fn warnings(&self) -> Vec<String> {
         let mut cautions = Vec::new();
-        let (requested, pairs) = (self.queues, self.queue_pairs());
+        let (requested, pairs) = (self.backend.queue_pairs, self.queue_pairs());
         if pairs < requested {
-            let bytes = 4 << self.doorbell_stride.dstrd(self.doorbells, pairs);
-            let narrower = match self.doorbell_stride {
+            let bytes = 4
+                << self
+                    .backend
+                    .doorbell_stride
+                    .dstrd(self.backend.doorbells, pairs);
+            let narrower = match self.backend.doorbell_stride {
                 DoorbellStride::Bytes64 => ", or doorbell-stride=4",
                 DoorbellStride::Widest | DoorbellStride::Bytes4 => "",
             };
@@ -176,7 +155,7 @@ impl FunctionOptions {
                 ByteSize(size)
             ));
         }
-        if let Some(Err(error)) = self.rates.bandwidth.map(RateLimit::check_bandwidth) {
+        if let Some(Err(error)) = self.backend.rates.bandwidth.map(RateLimit::check_bandwidth) {
             cautions.push(error.to_string());
         }
         cautions
@@ -187,7 +166,7 @@ impl FunctionOptions {
     /// # Errors
     /// [`OptionError::Value`].
     pub fn check_rates(&self) -> Result<(), OptionError> {
-        check_bandwidth(self.rates.bandwidth)
+        check_bandwidth(self.backend.rates.bandwidth)
     }
 
     /// Returns the options with which the function opens its drive. If the drive is already open, `opened` has the drive's
@@ -199,7 +178,7 @@ impl FunctionOptions {
             lba_size: self.lba.map_or(default.lba_size, LbaSize::bytes),
             timeout: self.timeout.or(default.timeout),
             arbitration: self.arbitration.unwrap_or(default.arbitration),
-            adaptive: self.fixed.for_drive(),
+            adaptive: self.backend.adaptive.for_drive(),
             namespace: self.namespace,
             profile: self.profile.clone(),
             faults: self.faults.clone(),
@@ -218,19 +197,10 @@ impl FunctionOptions {
             range: None,
             size: None,
             unit: None,
-            queues: DEFAULT_QUEUES,
+            backend: BackendOptions::default(),
             reserve: 0,
-            mdts: None,
             id: None,
-            doorbells: DoorbellMode::default(),
-            doorbell_stride: DoorbellStride::default(),
-            poll: PollPolicy::default(),
-            fixed: AdaptivePolicies::default(),
-            memory: MemoryKinds::default(),
-            memory_limit: None,
-            rates: RateLimits::default(),
             data: PreviousDataPolicy::default(),
-            serial: None,
             lba: None,
             drive_id: None,
             is_raw: false,
@@ -246,21 +216,23 @@ impl FunctionOptions {
 
     /// Refuses options that contradict each other, or that do not apply to the kind of drive.
     pub(super) fn check(&self) -> Result<(), OptionError> {
-        if self.memory == MemoryKinds::Any
+        if self.backend.memory == MemoryKinds::Any
             && !matches!(self.path, DrivePath::Pci(_))
-            && self.poll.sharing != PollerSharing::Dedicated
+            && self.backend.poll.sharing != PollerSharing::Dedicated
         {
             return Err(OptionError::Needs {
                 key: "memory",
-                value: self.memory.to_string(),
+                value: self.backend.memory.to_string(),
                 other: "poll=dedicated",
                 why: "page faults in such memory may stop its pollers",
             });
         }
-        if self.poll.idle_mode == PollerIdleMode::Event && self.doorbells == DoorbellMode::Mapped {
+        if self.backend.poll.idle_mode == PollerIdleMode::Event
+            && self.backend.doorbells == DoorbellMode::Mapped
+        {
             return Err(OptionError::Needs {
                 key: "doorbells",
-                value: self.doorbells.to_string(),
+                value: self.backend.doorbells.to_string(),
                 other: "a poller that polls: poll=shared or dedicated without :event",
                 why: "a guest's store to a mapped doorbell does not wake a poller",
             });
@@ -345,7 +317,7 @@ impl FunctionOptions {
     /// options apply.
     fn inapplicable_option(&self) -> Option<(&'static str, &'static str)> {
         let is_sliced = matches!(self.path, DrivePath::File(_)) && !self.is_key_value();
-        if self.fixed.slices == PolicyChoice::Fixed && !is_sliced {
+        if self.backend.adaptive.slices == PolicyChoice::Fixed && !is_sliced {
             let why = "only the blocks of a file or block device are deallocated in slices";
             return Some(("fixed=slices", why));
         }
@@ -377,7 +349,7 @@ impl FunctionOptions {
             let why = "faults can be injected into software drives only";
             let faults = self.faults.as_ref().map(|_| ("faults", why));
             let why = "it pins the memory of all its VMs, so that page faults that wait would hold up others";
-            let memory = (self.memory == MemoryKinds::Any).then_some(("memory", why));
+            let memory = (self.backend.memory == MemoryKinds::Any).then_some(("memory", why));
             return lba.or(profile).or(faults).or(memory);
         }
         if let Some(DriveProfile::Kv(_)) = self.profile.as_deref() {
@@ -392,7 +364,7 @@ impl FunctionOptions {
         let why = "only a physical drive has queue pairs that guests share, and an IOMMU";
         let AdaptivePolicies {
             governor, budget, ..
-        } = self.fixed;
+        } = self.backend.adaptive;
         let fixed = [(governor, "fixed=governor"), (budget, "fixed=budget")];
         let fixed = fixed
             .iter()
@@ -416,9 +388,13 @@ impl FunctionOptions {
             let why = "only a physical drive, as in path=0000:01:00.0, has an arbitration between its queues";
             ("arbitration", why)
         });
-        let weight = self.rates.weight.map(|_| ("weight", NO_WEIGHT_REASON));
+        let weight = self
+            .backend
+            .rates
+            .weight
+            .map(|_| ("weight", NO_WEIGHT_REASON));
         let why = "only a physical drive, as in path=0000:01:00.0, pins the memory of its VMs";
-        let memory_limit = self.memory_limit.map(|_| ("memory-limit", why));
+        let memory_limit = self.backend.memory_limit.map(|_| ("memory-limit", why));
         let of_drive = fixed.or(namespace).or(timeout).or(reserve);
         of_drive.or(arbitration).or(weight).or(memory_limit)
     }

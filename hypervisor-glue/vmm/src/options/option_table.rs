@@ -162,7 +162,7 @@ or lease=. `nvme-mpt resize` makes it larger while its guest runs",
         "N",
         "most I/O queue pairs that the guest gets, 1 to 1024; at most 511 with a Doorbell Buffer,
 so not with doorbells=mapped or trap [default: 16]",
-        |options, text| put(&mut options.queues, parse_queues(text)),
+        |options, text| put(&mut options.backend.queue_pairs, parse_queues(text)),
     )
     .with_number(parse_number),
     option(
@@ -178,7 +178,7 @@ of queues= [default: 0]",
         "SIZE",
         "most data of one command, a power of two from 8K to 2M; at most 1M on a physical drive
 [default: 1M]",
-        |options, text| give(&mut options.mdts, text.parse()),
+        |options, text| give(&mut options.backend.mdts, text.parse()),
     ),
     option(
         "id",
@@ -198,14 +198,14 @@ of queues= [default: 0]",
         "doorbells",
         "auto|shadow|mapped|trap",
         "auto, shadow, mapped or trap [default: auto]",
-        |options, text| put(&mut options.doorbells, text.parse()),
+        |options, text| put(&mut options.backend.doorbells, text.parse()),
     ),
     option(
         "doorbell-stride",
         "4|64",
         "bytes from one doorbell to the next; 4 for drivers and firmware that support no other. With
 64, a Doorbell Buffer holds 31 queue pairs [default: 64, or less for many queues]",
-        |options, text| put(&mut options.doorbell_stride, text.parse()),
+        |options, text| put(&mut options.backend.doorbell_stride, text.parse()),
     )
     .with_number(parse_number),
     option(
@@ -213,14 +213,14 @@ of queues= [default: 0]",
         "POLICY",
         "shared or dedicated, then :adaptive, :busy or :event, then @ and processor numbers
 joined by +, as in dedicated:busy@2+3, or @vcpu behind dedicated [default: shared]",
-        |options, text| put(&mut options.poll, text.parse()),
+        |options, text| put(&mut options.backend.poll, text.parse()),
     ),
     option(
         "fixed",
         "NAME+NAME",
         "what does not adapt, joined by +: spin, courtesy, moderation, governor, doorbells, budget,
 slices, looks [default: all of it adapts]",
-        |options, text| put(&mut options.fixed, text.parse()),
+        |options, text| put(&mut options.backend.adaptive, text.parse()),
     )
     .of(OptionScope::Drive),
     option(
@@ -228,35 +228,35 @@ slices, looks [default: all of it adapts]",
         "resident|any",
         "files that may hold the guest's memory: resident (memfd, tmpfs, hugetlbfs), or any, whose
 page faults may wait; any needs poll=dedicated [default: resident]",
-        |options, text| put(&mut options.memory, text.parse()),
+        |options, text| put(&mut options.backend.memory, text.parse()),
     ),
     option(
         "memory-limit",
         "SIZE",
         "most bytes of the guest's memory that are mapped for a physical drive, which pins them,
 as in 17G; memory counts as often as it is mapped [default: the memory of the host]",
-        |options, text| give(&mut options.memory_limit, parse_memory_limit(text)),
+        |options, text| give(&mut options.backend.memory_limit, parse_memory_limit(text)),
     ),
     option(
         "iops",
         "NUMBER[+BURST]",
         "most I/O commands per second, and commands that may come at once after idleness, as
 in 20000+500 [default: no limit; BURST: those of 10 ms]",
-        |options, text| give(&mut options.rates.iops, RateLimit::parse_iops(text)),
+        |options, text| give(&mut options.backend.rates.iops, RateLimit::parse_iops(text)),
     ),
     option(
         "bandwidth",
         "SIZE[+BURST]",
         "most bytes per second that are read and written, as in 100M+1G
 [default: no limit; BURST: those of 10 ms]",
-        |options, text| give(&mut options.rates.bandwidth, RateLimit::parse_bandwidth(text)),
+        |options, text| give(&mut options.backend.rates.bandwidth, RateLimit::parse_bandwidth(text)),
     ),
     option(
         "weight",
         "N",
         "share of a physical drive's queue pair beside busy guests that share it, 1 to 1000: a guest
 with 300 gets three times as much as one with 100 [default: 100]",
-        |options, text| give(&mut options.rates.weight, text.parse()),
+        |options, text| give(&mut options.backend.rates.weight, text.parse()),
     )
     .with_number(parse_number),
     option(
@@ -271,7 +271,7 @@ with 300 gets three times as much as one with 100 [default: 100]",
         "serial",
         "SERIAL",
         "serial number that the guest sees [default: made from drive, range and id]",
-        |options, text| give(&mut options.serial, parse_serial(text)),
+        |options, text| give(&mut options.backend.serial, parse_serial(text)),
     ),
     option(
         "lba",

@@ -263,7 +263,7 @@ mod tests {
 
     #[test]
     fn a_change_of_limits_keeps_unnamed_limits() {
-        let rates = |text: &str| text.parse::<FunctionOptions>().unwrap().rates;
+        let rates = |text: &str| text.parse::<FunctionOptions>().unwrap().backend.rates;
         let before = rates("path=null:1G,iops=100");
         for (change, after) in [
             ("iops=200", "iops=200"),

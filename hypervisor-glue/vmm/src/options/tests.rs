@@ -11,7 +11,7 @@ use nvme_guest::{DoorbellMode, DoorbellStride, MemoryKinds};
 use nvme_lease::PreviousDataPolicy;
 use nvme_lease::range::{ByteRange, ByteSize};
 use nvme_models::DriveProfile;
-use nvme_mpt::PollPolicy;
+use nvme_mpt::{BackendOptions, PollPolicy};
 use nvme_software::MemoryAllocationTime;
 use nvme_spec::ids::Nsid;
 use nvme_vfio::ArbitrationChoice;
@@ -39,19 +39,21 @@ fn a_path_is_enough() {
             range: None,
             size: None,
             unit: None,
-            queues: 16,
+            backend: BackendOptions {
+                queue_pairs: 16,
+                mdts: None,
+                doorbells: DoorbellMode::Auto,
+                doorbell_stride: DoorbellStride::Widest,
+                poll: PollPolicy::default(),
+                adaptive: AdaptivePolicies::default(),
+                memory: MemoryKinds::Resident,
+                memory_limit: None,
+                rates: RateLimits::default(),
+                serial: None,
+            },
             reserve: 0,
-            mdts: None,
             id: None,
-            doorbells: DoorbellMode::Auto,
-            doorbell_stride: DoorbellStride::Widest,
-            poll: PollPolicy::default(),
-            fixed: AdaptivePolicies::default(),
-            memory: MemoryKinds::Resident,
-            memory_limit: None,
-            rates: RateLimits::default(),
             data: PreviousDataPolicy::Refused,
-            serial: None,
             lba: None,
             profile: None,
             faults: None,
@@ -78,27 +80,29 @@ fn every_option_is_understood_in_any_order() {
             range: Some(ByteRange::new(64 << 30, 64 << 30).unwrap()),
             size: None,
             unit: None,
-            queues: 4,
+            backend: BackendOptions {
+                queue_pairs: 4,
+                mdts: Some("2M".parse().unwrap()),
+                doorbells: DoorbellMode::Mapped,
+                doorbell_stride: DoorbellStride::Bytes4,
+                poll: "dedicated".parse().unwrap(),
+                adaptive: AdaptivePolicies {
+                    spin: PolicyChoice::Fixed,
+                    doorbells: PolicyChoice::Fixed,
+                    ..AdaptivePolicies::default()
+                },
+                memory: MemoryKinds::Any,
+                memory_limit: None,
+                rates: RateLimits {
+                    iops: RateLimit::parse_iops("20000+500").ok(),
+                    bandwidth: RateLimit::parse_bandwidth("1G").ok(),
+                    weight: None,
+                },
+                serial: Some("A 1".to_owned()),
+            },
             reserve: 0,
-            mdts: Some("2M".parse().unwrap()),
             id: Some("vm-1".to_owned()),
-            doorbells: DoorbellMode::Mapped,
-            doorbell_stride: DoorbellStride::Bytes4,
-            poll: "dedicated".parse().unwrap(),
-            fixed: AdaptivePolicies {
-                spin: PolicyChoice::Fixed,
-                doorbells: PolicyChoice::Fixed,
-                ..AdaptivePolicies::default()
-            },
-            memory: MemoryKinds::Any,
-            memory_limit: None,
-            rates: RateLimits {
-                iops: RateLimit::parse_iops("20000+500").ok(),
-                bandwidth: RateLimit::parse_bandwidth("1G").ok(),
-                weight: None,
-            },
             data: PreviousDataPolicy::Erased,
-            serial: Some("A 1".to_owned()),
             lba: Some(LbaSize::B4096),
             profile: Some(Arc::new(DriveProfile::find_built_in("nvm").unwrap())),
             faults: Some(Arc::default()),
@@ -114,10 +118,10 @@ fn every_option_is_understood_in_any_order() {
     let physical = function(
         "path=0000:01:00.0,namespace=2,timeout=30,arbitration=weighted,reconnect=90,fixed=governor+budget,queues=4,reserve=4,weight=300,memory-limit=16G",
     );
-    assert_eq!((physical.queues, physical.reserve), (4, 4));
-    assert_eq!(physical.rates.to_string(), "weight=300");
-    assert_eq!(physical.fixed.to_string(), "governor+budget");
-    assert_eq!(physical.memory_limit, Some(ByteSize(16 << 30)));
+    assert_eq!((physical.queue_pairs(), physical.reserve), (4, 4));
+    assert_eq!(physical.backend.rates.to_string(), "weight=300");
+    assert_eq!(physical.backend.adaptive.to_string(), "governor+budget");
+    assert_eq!(physical.backend.memory_limit, Some(ByteSize(16 << 30)));
     assert_eq!(physical.namespace, Some(Nsid(2)));
     assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
     assert_eq!(physical.arbitration, Some(ArbitrationChoice::Weighted));

@@ -13,7 +13,7 @@ use nvme_guest::dma::MemoryRegion;
 use nvme_guest::{AdaptivePolicies, CqConfig, DoorbellBuffer, DoorbellMode, Gpa, SqConfig};
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
-use nvme_mpt::{LocalBackend, LocalBackendConfig, PollerPool};
+use nvme_mpt::{BackendOptions, LocalBackend, LocalBackendConfig, PollerPool};
 use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
 use nvme_mpt_memory::{Mapping, memfd};
 use nvme_spec::ids::QueueId;
@@ -246,18 +246,15 @@ fn device_with_vmm(
     let local_backend = LocalBackend::new(LocalBackendConfig {
         drive,
         lease,
-        queue_pairs: QUEUE_PAIRS,
         reservation: None,
-        mdts: None,
-        doorbell_stride: nvme_guest::DoorbellStride::default(),
-        doorbells,
-        poll: poll.parse().unwrap(),
-        adaptive: policies,
         pollers: PollerPool::new(),
-        memory: nvme_guest::MemoryKinds::default(),
-        memory_limit: None,
-        rates: nvme_guest::rate_limit::RateLimits::default(),
-        serial: None,
+        options: BackendOptions {
+            queue_pairs: QUEUE_PAIRS,
+            doorbells,
+            poll: poll.parse().unwrap(),
+            adaptive: policies,
+            ..BackendOptions::default()
+        },
     })
     .unwrap();
     let function = NvmeFunction::new(Arc::new(local_backend), MsixMasking::Function);

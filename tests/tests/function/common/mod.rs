@@ -18,10 +18,12 @@ use std::time::Duration;
 use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::stats::{PollerStats, QueueStats};
 use nvme_guest::{AdaptivePolicies, DoorbellStride, EventReader, Gpa};
-use nvme_lease::range::ByteRange;
+use nvme_lease::range::{ByteRange, ByteSize};
 use nvme_lease::{Lease, LeaseError, LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::drive::SpareDescriptorStore;
-use nvme_mpt::{Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource};
+use nvme_mpt::{
+    BackendOptions, Drive, LocalBackend, LocalBackendConfig, PollerPool, SharedBackendPartsSource,
+};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
 use nvme_mpt_tests::command::{Sqe, admin};
@@ -266,21 +268,22 @@ impl Host {
         let config = LocalBackendConfig {
             drive: self.drive.clone(),
             lease,
-            queue_pairs: setup.queue_pairs,
             reservation: (setup.reserve > 0).then(|| {
                 let weight = setup.rates.weight.unwrap_or_default();
                 self.drive.reserve_pairs(id, setup.reserve, weight).unwrap()
             }),
-            mdts: setup.mdts.map(|mdts| mdts.parse().unwrap()),
-            doorbells,
-            doorbell_stride: setup.stride,
-            poll: setup.poll.parse().unwrap(),
-            adaptive: setup.adaptive_policies,
             pollers: self.pollers.clone(),
-            memory: nvme_guest::MemoryKinds::default(),
-            memory_limit: setup.memory_limit,
-            rates: setup.rates,
-            serial: None,
+            options: BackendOptions {
+                queue_pairs: setup.queue_pairs,
+                mdts: setup.mdts.map(|mdts| mdts.parse().unwrap()),
+                doorbells,
+                doorbell_stride: setup.stride,
+                poll: setup.poll.parse().unwrap(),
+                adaptive: setup.adaptive_policies,
+                memory_limit: setup.memory_limit.map(ByteSize),
+                rates: setup.rates,
+                ..BackendOptions::default()
+            },
         };
         let local_backend = LocalBackend::with_spares(config, parts, spares).unwrap();
         let local_backend = Arc::new(local_backend.with_clock(self.clock.clone()));

@@ -6,11 +6,10 @@ mod persisted_zones;
 
 use std::sync::Arc;
 
-use nvme_guest::AdaptivePolicies;
 use nvme_layers::faults::FaultPlan;
 use nvme_lease::PreviousDataPolicy;
 use nvme_models::DriveProfile;
-use nvme_mpt::{LocalBackend, LocalBackendConfig, LocalBackendError};
+use nvme_mpt::{BackendOptions, LocalBackend, LocalBackendConfig, LocalBackendError};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::command::{Sqe, io};
 use nvme_mpt_tests::controller::{Config, Controller};
@@ -476,18 +475,14 @@ fn lease(host: &Host, start: u64, length: u64) -> Result<LocalBackend, LocalBack
     LocalBackend::new(LocalBackendConfig {
         drive: host.drive.clone(),
         lease,
-        queue_pairs: 1,
         reservation: None,
-        mdts: None,
-        doorbell_stride: nvme_guest::DoorbellStride::default(),
-        doorbells: nvme_guest::DoorbellMode::Trap,
-        poll: "shared".parse().unwrap(),
-        adaptive: AdaptivePolicies::default(),
         pollers: host.pollers.clone(),
-        memory: nvme_guest::MemoryKinds::default(),
-        memory_limit: None,
-        rates: nvme_guest::rate_limit::RateLimits::default(),
-        serial: None,
+        options: BackendOptions {
+            queue_pairs: 1,
+            doorbells: nvme_guest::DoorbellMode::Trap,
+            poll: "shared".parse().unwrap(),
+            ..BackendOptions::default()
+        },
     })
 }
 

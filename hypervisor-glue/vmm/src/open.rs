@@ -534,12 +534,8 @@ pub fn open(
     pollers: &Arc<PollerPool>,
     stop: &AtomicBool,
 ) -> Result<LocalBackend, OpenError> {
-    let opened = drives::open_drive_options(&options.path);
-    let drive = drives::open_with_threads(
-        &options.path,
-        options.drive_options(opened.as_ref()),
-        pollers.threads(),
-    )?;
+    let threads = pollers.threads();
+    let drive = drives::open_with_threads(&options.path, options.drive_options(), threads)?;
     attach(options, &drive, ledgers, pollers, stop)
 }
 
@@ -555,8 +551,7 @@ pub fn attach_open_drive(
     parts: SharedBackendPartsSource,
     stop: &AtomicBool,
 ) -> Result<LocalBackend, OpenError> {
-    let opened = drives::open_drive_options(&options.path);
-    let drive = drives::find(&options.path, &options.drive_options(opened.as_ref()))?;
+    let drive = drives::find(&options.path, &options.drive_options())?;
     attach_with(options, &drive, ledgers, pollers, parts, stop)
 }
 

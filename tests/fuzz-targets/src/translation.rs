@@ -264,7 +264,7 @@ impl Fixture {
         let profile = profile.map(|text| DriveProfile::parse("fuzz", text).expect("a profile"));
         let path = format!("memory:{}", 4 * LEASE).parse().expect("a drive");
         let options = DriveOptions {
-            lba_size,
+            lba: Some(lba_size.try_into().expect("a size")),
             profile: profile.map(Arc::new),
             ..DriveOptions::default()
         };

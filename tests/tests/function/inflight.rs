@@ -28,7 +28,7 @@ use nvme_models::DriveProfile;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::{LocalBackend, SharedBackendPartsSource};
 use nvme_mpt_memory::{MappedWord32, Mapping, MappingAccess, memfd, sealed_memfd};
-use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_mpt_vmm::drives::{self, DriveOptions, LbaSize};
 use nvme_spec::cqe::Cqe;
 use nvme_spec::ids::{CommandId, Lba, Nsid, QueueId};
 use nvme_spec::nvm::{CopyCommand, CopyRange0, ReadWrite};
@@ -134,7 +134,7 @@ fn host(kind: &str) -> Host {
         path => (path, None, None),
     };
     let options = DriveOptions {
-        lba_size: if is_zoned(kind) { 4096 } else { 512 },
+        lba: is_zoned(kind).then_some(LbaSize::B4096),
         profile: profile.map(|text| Arc::new(DriveProfile::parse("test", text).unwrap())),
         faults: faults.map(|text| Arc::new(FaultPlan::parse("test", text).unwrap())),
         ..DriveOptions::default()

@@ -555,7 +555,7 @@ impl LeaseTable {
             Ok(options) => options,
             Err(error) => return LeaseAdmission::Refused(report::chain(&error)),
         };
-        if drives::open_drive_options(&options.path).is_none() {
+        if !drives::is_open(&options.path) {
             return LeaseAdmission::NotServed;
         }
         let crashes =
@@ -675,7 +675,7 @@ fn check_untrusted_options(options: &str, uid: u32) -> Result<(), LeaseAdmission
     let refused = |error: &OptionError| LeaseAdmission::Refused(report::chain(error));
     let options: OptionText = options.parse().map_err(|error| refused(&error))?;
     let path = options.get("path").unwrap_or_default();
-    let is_ours = |path: &DrivePath| drives::open_drive_options(path).is_some();
+    let is_ours = drives::is_open;
     if !path.parse().is_ok_and(|path: DrivePath| is_ours(&path)) {
         return Err(LeaseAdmission::NotServed);
     }
@@ -750,7 +750,7 @@ impl LeaseSource for ConnectionLeaseSource<'_> {
     fn has_drive(&self, options: &str) -> bool {
         let options = options.parse::<OptionText>().ok();
         let path = options.and_then(|options| options.get("path")?.parse::<DrivePath>().ok());
-        path.is_some_and(|path| drives::open_drive_options(&path).is_some())
+        path.is_some_and(|path| drives::is_open(&path))
     }
 
     fn set_rates(&self, _: &Arc<dyn ControllerBackend>, rates: RateLimits) {

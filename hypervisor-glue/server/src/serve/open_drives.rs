@@ -8,7 +8,6 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use nvme_guest::AdaptivePolicies;
 use nvme_guest::threads::start_thread;
 use nvme_lease::backing_id::{BackingId, start_location};
 use nvme_models::DriveProfile;
@@ -147,7 +146,8 @@ impl OpenDrives {
             let mut all = held.iter().chain(functions);
             matches!(path, DrivePath::File(file) if file.is_file())
                 && all.all(|other| {
-                    other.path != *path || (other.profile.is_none() && other.faults.is_none())
+                    other.path != *path
+                        || (other.drive.profile.is_none() && other.drive.faults.is_none())
                 })
         };
         let mut drives = Self::default();
@@ -178,16 +178,17 @@ impl OpenDrives {
         let open = self.0.iter().find(|open| open.path == *path);
         let (drive, options) = match open {
             Some(open) => {
-                let wanted = function.drive_options(Some(&open.options));
+                let wanted = function.drive_options();
                 if let Some(key) = wanted.conflicting_option(path, &open.options) {
                     return Err(differ(key));
                 }
-                let drive = open.drive.sibling(function.namespace);
+                let drive = open.drive.sibling(function.drive.namespace);
                 (drive.map_err(OpenDriveError::from)?, open.options.clone())
             }
             None => {
                 let sharing = sharing.filter(|other| other.path == *path);
-                let shared = common_options(sharing).map_err(|DifferingOption(key)| differ(key))?;
+                let shared = DriveOptions::merge(sharing.map(FunctionOptions::drive_options));
+                let shared = shared.map_err(differ)?;
                 let memory = match (path, persistence) {
                     (DrivePath::Memory(bytes), Some(persistence))
                         if can_outlive_process(function) =>
@@ -201,7 +202,7 @@ impl OpenDrives {
                     _ => None,
                 };
                 let options = DriveOptions {
-                    namespace: function.namespace,
+                    namespace: function.drive.namespace,
                     memory,
                     persisted_faults: kept_faults,
                     ..shared
@@ -299,65 +300,10 @@ impl OpenDrives {
 /// key-value `memory:` drive cannot, since the drive's content is lost with the process.
 pub(super) fn can_outlive_process(options: &FunctionOptions) -> bool {
     let in_process = matches!(
-        options.profile.as_deref(),
+        options.drive.profile.as_deref(),
         Some(DriveProfile::Zns(_) | DriveProfile::Kv(_))
     );
     !(in_process && matches!(options.path, DrivePath::Memory(_)))
-}
-
-/// Error with the key of an option whose values differ between functions that share a drive.
-struct DifferingOption(&'static str);
-
-/// Returns the drive options of functions that share a drive, on which the functions must agree.
-fn common_options<'a>(
-    sharing: impl Iterator<Item = &'a FunctionOptions> + Clone,
-) -> Result<DriveOptions, DifferingOption> {
-    let lba = common_value("lba", sharing.clone().filter_map(|other| other.lba))?;
-    let profiles = sharing.clone().filter_map(|other| other.profile.clone());
-    let profile = common_value("profile", profiles)?;
-    let faults = sharing.clone().filter_map(|other| other.faults.clone());
-    let faults = common_value("faults", faults)?;
-    let fixed = sharing
-        .clone()
-        .map(|other| other.backend.adaptive.for_drive());
-    let policies = common_value(
-        "fixed",
-        fixed.filter(|fixed| *fixed != AdaptivePolicies::default()),
-    )?;
-    let populate = common_value(
-        "populate",
-        sharing.clone().filter_map(|other| other.populate),
-    )?;
-    let name = common_value(
-        "drive-id",
-        sharing.clone().filter_map(|other| other.drive_id.clone()),
-    )?;
-    let arbitration = sharing.clone().filter_map(|other| other.arbitration);
-    let arbitration = common_value("arbitration", arbitration)?;
-    let timeout = common_value("timeout", sharing.filter_map(|other| other.timeout))?;
-    let default = DriveOptions::default();
-    Ok(DriveOptions {
-        lba_size: lba.unwrap_or_default().bytes(),
-        timeout,
-        arbitration: arbitration.unwrap_or_default(),
-        adaptive: policies.unwrap_or_default(),
-        profile,
-        faults,
-        allocation: populate.unwrap_or_default(),
-        name,
-        ..default
-    })
-}
-
-fn common_value<T: PartialEq>(
-    key: &'static str,
-    mut values: impl Iterator<Item = T>,
-) -> Result<Option<T>, DifferingOption> {
-    let first = values.next();
-    match values.any(|other| Some(&other) != first.as_ref()) {
-        true => Err(DifferingOption(key)),
-        false => Ok(first),
-    }
 }
 
 #[cfg(test)]

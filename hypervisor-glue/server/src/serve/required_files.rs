@@ -121,7 +121,7 @@ pub(super) fn drive_rules(options: &FunctionOptions) -> Vec<FileRule> {
             // The target of a symbolic link may be in another directory.
             let file = &fs::canonicalize(file).unwrap_or_else(|_| file.clone());
             // A drive model stores its state in a file beside the drive. The file is replaced through a temporary file.
-            let profile = options.profile.as_deref();
+            let profile = options.drive.profile.as_deref();
             let has_file =
                 profile.is_some_and(DriveProfile::has_state_file) && !is_block_device(file);
             let first = match has_file {

@@ -3,24 +3,22 @@
 //! To add a kind of drive, add a variant of [`DrivePath`], its conversions from and to text, and the code that opens the drive.
 //! `options/function.rs` refuses options that do not apply to a kind.
 
+mod drive_options;
 mod open_controllers;
 
 use std::fmt;
 use std::fs;
-use std::hash::{Hash, Hasher};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
-use std::time::Duration;
 
-use nvme_guest::AdaptivePolicies;
 use nvme_guest::threads::ThreadSpawner;
 use nvme_key_values::{KeyValueController, KeyValueError};
 use nvme_layers::LayeredController;
-use nvme_layers::faults::{FaultError, FaultPlan};
+use nvme_layers::faults::FaultError;
 use nvme_layers::zones::ZoneError;
 use nvme_lease::backing_id::{self, BackingId, DriveIdentityRef, nvme_names};
 use nvme_lease::label::{DriveLabel, DriveName, LABEL_BYTES};
@@ -30,14 +28,16 @@ use nvme_models::{DriveProfile, KvProfile};
 use nvme_mpt::Drive;
 use nvme_mpt::drive::HostController;
 use nvme_software::{BackingStore, MemoryAllocationTime, SoftwareController};
-use nvme_spec::ids::Nsid;
 use nvme_vfio::function::PciAddress;
 use nvme_vfio::{
-    ArbitrationChoice, ControllerError, ControllerOptions, DescriptorStore, HandedOverDrive,
-    PersistedIommu, PredecessorIommu, VfioBacking, VfioController, VfioError,
+    ControllerError, ControllerOptions, DescriptorStore, HandedOverDrive, PersistedIommu,
+    PredecessorIommu, VfioBacking, VfioController, VfioError,
 };
 
+pub use drive_options::{DriveOptions, LbaSize, MemoryFile};
+
 use crate::report;
+use drive_options::DEFAULT_TIMEOUT;
 
 /// Errors of opening a drive.
 #[derive(Debug, thiserror::Error)]
@@ -127,9 +127,6 @@ pub enum OpenDriveError {
     /// The file does not exist.
     #[error("Drive file `{0}` does not exist; create it with: truncate -s 16G {0}")]
     NotFound(String),
-    /// Logical blocks must have 512 or 4096 bytes.
-    #[error("A logical block of {0} bytes is not supported; use 512 or 4096")]
-    InvalidLbaSize(u32),
     /// The drive has no such namespace, or the namespace is smaller than a block.
     #[error(transparent)]
     Namespace(#[from] nvme_mpt::DriveNamespaceError),
@@ -182,113 +179,6 @@ impl fmt::Display for DrivePath {
             Self::Pci(address) => address.fmt(f),
             Self::File(path) => path.display().fmt(f),
         }
-    }
-}
-
-/// Options for opening a drive.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct DriveOptions {
-    /// Logical block size of a software drive, in bytes: 512 or 4096. Physical drives ignore it.
-    pub lba_size: u32,
-    /// Namespace to use; `None` for the first active one.
-    pub namespace: Option<Nsid>,
-    /// Timeout of commands. When it expires, a physical drive aborts the command or is reset, and a software drive's queue
-    /// fails. `None` means 10 s for a physical drive, and no timeout for a software drive.
-    pub timeout: Option<Duration>,
-    /// Arbitration mechanism with which a physical drive is enabled.
-    pub arbitration: ArbitrationChoice,
-    /// Adaptive policies of the drive whose parameters stay fixed.
-    pub adaptive: AdaptivePolicies,
-    /// Performance model of a software drive; `None` for full speed. Physical drives ignore it.
-    pub profile: Option<Arc<DriveProfile>>,
-    /// Fault schedule of a software drive; `None` for no faults.
-    pub faults: Option<Arc<FaultPlan>>,
-    /// Time at which a `memory:` drive allocates its memory.
-    pub allocation: MemoryAllocationTime,
-    /// Name in the drive's label; `None` if no label is used.
-    pub name: Option<DriveName>,
-    /// Memory file with the content of a `memory:` drive; `None` if the content is lost when the process ends.
-    pub memory: Option<MemoryFile>,
-    /// Memory file in which the state of injected faults is passed to the successor process; `None` if that state is lost when
-    /// the process ends.
-    pub persisted_faults: Option<MemoryFile>,
-}
-
-/// Memory file with the content of a `memory:` drive, or with the state of a drive's injected faults.
-#[derive(Clone, Debug)]
-pub struct MemoryFile(pub Arc<OwnedFd>);
-
-impl PartialEq for MemoryFile {
-    fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-}
-
-impl Eq for MemoryFile {}
-
-impl Hash for MemoryFile {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        Arc::as_ptr(&self.0).hash(state);
-    }
-}
-
-/// Default timeout of a physical drive's commands. It is much longer than a healthy drive needs, and shorter than the guest
-/// driver's timeout (Linux: 30 seconds).
-const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
-
-impl Default for DriveOptions {
-    fn default() -> Self {
-        Self {
-            lba_size: 512,
-            namespace: None,
-            timeout: None,
-            arbitration: ArbitrationChoice::default(),
-            adaptive: AdaptivePolicies::default(),
-            profile: None,
-            faults: None,
-            allocation: MemoryAllocationTime::default(),
-            name: None,
-            memory: None,
-            persisted_faults: None,
-        }
-    }
-}
-
-impl DriveOptions {
-    /// Returns the key of an option whose value differs from that with which the drive at `path` is open; `None` if all options
-    /// agree. A profile, label, faults or policies that these options do not set agree with every value.
-    #[must_use]
-    pub fn conflicting_option(&self, path: &DrivePath, opened: &Self) -> Option<&'static str> {
-        let Self {
-            lba_size,
-            namespace: _,
-            timeout: deadline,
-            arbitration,
-            adaptive: policies,
-            profile,
-            faults,
-            allocation,
-            name,
-            memory: _,
-            persisted_faults: _,
-        } = self;
-        let physical = matches!(path, DrivePath::Pci(_));
-        let bound = |deadline: Option<Duration>| deadline.or(physical.then_some(DEFAULT_TIMEOUT));
-        let differ = [
-            ("lba", !physical && *lba_size != opened.lba_size),
-            ("timeout", bound(*deadline) != bound(opened.timeout)),
-            ("arbitration", *arbitration != opened.arbitration),
-            (
-                "fixed",
-                *policies != AdaptivePolicies::default() && *policies != opened.adaptive,
-            ),
-            ("profile", profile.is_some() && *profile != opened.profile),
-            ("faults", faults.is_some() && *faults != opened.faults),
-            ("populate", *allocation != opened.allocation),
-            ("drive-id", name.is_some() && *name != opened.name),
-        ];
-        let differs = differ.into_iter().find(|(_, differs)| *differs);
-        differs.map(|(key, _)| key)
     }
 }
 
@@ -358,11 +248,11 @@ fn find_or_open_drive(
     Ok(Drive::new(path.to_string(), controller, options.namespace)?)
 }
 
-/// Returns the options of an open drive; `None` if the drive is not open. Also returns `None` for `null:` and `memory:` drives,
-/// because each open of their paths makes a new drive.
+/// Returns whether this process has the drive open. Returns false for `null:` and `memory:` drives, because each open of their
+/// paths makes a new drive.
 #[must_use]
-pub fn open_drive_options(path: &DrivePath) -> Option<DriveOptions> {
-    open_controllers::options(path)
+pub fn is_open(path: &DrivePath) -> bool {
+    open_controllers::is_open(path)
 }
 
 fn open_controller(
@@ -371,12 +261,7 @@ fn open_controller(
     threads: &ThreadSpawner,
     outliving: PersistedDriveDescriptors,
 ) -> Result<Arc<dyn HostController>, OpenDriveError> {
-    let lba_size = options.lba_size;
-    let lba_shift = match lba_size {
-        512 => 9,
-        4096 => 12,
-        other => return Err(OpenDriveError::InvalidLbaSize(other)),
-    };
+    let lba_shift = options.lba.unwrap_or_default().shift();
     let failed = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound => not_found_error(path),
         io::ErrorKind::ResourceBusy => OpenDriveError::InUse {
@@ -414,7 +299,7 @@ fn open_controller(
     Ok(match path {
         DrivePath::Null(bytes) => put_layers(SoftwareController::null(*bytes, lba_shift), options)?,
         DrivePath::Memory(bytes) => {
-            let allocation = options.allocation;
+            let allocation = options.populate.unwrap_or_default();
             let drive = match &options.memory {
                 Some(MemoryFile(file)) => {
                     SoftwareController::memory_file(file, *bytes, lba_shift, allocation)
@@ -444,7 +329,7 @@ fn open_controller(
             let options = ControllerOptions {
                 command_timeout: options.timeout.unwrap_or(DEFAULT_TIMEOUT),
                 adaptive: options.adaptive,
-                arbitration: options.arbitration,
+                arbitration: options.arbitration.unwrap_or_default(),
             };
             open_physical(*address, options, threads, outliving)?
         }

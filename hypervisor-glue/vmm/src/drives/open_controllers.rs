@@ -61,12 +61,10 @@ fn lock_opened() -> MutexGuard<'static, Vec<OpenedController>> {
     opened
 }
 
-/// Returns the options with which this process has opened the drive at `path`; `None` if the drive is not open.
-pub(super) fn options(path: &DrivePath) -> Option<DriveOptions> {
-    let place = OpenDriveKey::from_path(path)?;
-    let opened = lock_opened();
-    let drive = opened.iter().find(|drive| drive.key == place)?;
-    Some(drive.options.clone())
+/// Returns whether this process has the drive at `path` open.
+pub(super) fn is_open(path: &DrivePath) -> bool {
+    OpenDriveKey::from_path(path)
+        .is_some_and(|place| lock_opened().iter().any(|drive| drive.key == place))
 }
 
 /// Returns the host controller that is open for a path. If there is none, opens one by `open`.

@@ -1,9 +1,11 @@
 use std::fs;
 
 use nvme_guest::DoorbellMode;
+use nvme_layers::faults::FaultPlan;
 use nvme_lease::{LeaseRequest, Ledger, PreviousDataPolicy, RequestedBytes};
 use nvme_models::ProfileSize;
 use nvme_mpt::{BackendOptions, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool};
+use nvme_spec::ids::Nsid;
 
 use super::*;
 
@@ -51,7 +53,7 @@ fn a_process_opens_a_drive_once() {
     let shares = |a: &Drive, b: &Drive| std::ptr::addr_eq(a.controller(), b.controller());
     let small = DriveOptions::default();
     let large = DriveOptions {
-        lba_size: 4096,
+        lba: Some(LbaSize::B4096),
         ..DriveOptions::default()
     };
     let faulty = DriveOptions {
@@ -76,10 +78,9 @@ fn a_process_opens_a_drive_once() {
             assert!(error.contains(&format!("the same {key}=")), "{error}");
         }
     }
-    let opened = open_drive_options(&DrivePath::File(link.clone()));
-    assert_eq!(opened, Some(small.clone()));
+    assert!(is_open(&DrivePath::File(link.clone())));
     drop(first);
-    assert_eq!(open_drive_options(&DrivePath::File(link)), None);
+    assert!(!is_open(&DrivePath::File(link)));
     // All functions of a drive share the drive's faults and profile.
     for (options, other) in [(&faulty, &modelled), (&modelled, &faulty)] {
         let first = open_file(&path, options).expect("opened");
@@ -101,7 +102,7 @@ fn finding_a_drive_returns_only_open_drives() {
     let options = DriveOptions::default();
     let error = find(&path, &options).expect_err("it is not open");
     assert!(matches!(error, OpenDriveError::Closed(_)), "{error}");
-    assert_eq!(open_drive_options(&path), None);
+    assert!(!is_open(&path));
     let opened = open(&path, options.clone()).expect("opened");
     let found = find(&path, &options).expect("found");
     assert!(std::ptr::addr_eq(opened.controller(), found.controller()));
@@ -109,23 +110,22 @@ fn finding_a_drive_returns_only_open_drives() {
 
 #[test]
 fn drives_are_refused_with_a_reason() {
-    let open = |path: &str, lba_size| {
+    let open = |path: &str, lba| {
         let path = path.parse().expect("valid");
         open(
             &path,
             DriveOptions {
-                lba_size,
+                lba: Some(lba),
                 ..DriveOptions::default()
             },
         )
         .expect_err("refused")
         .to_string()
     };
-    assert!(open("/nonexistent/file", 512).contains("truncate -s"));
-    assert!(open("null:1G", 1024).contains("512 or 4096"));
-    assert!(open("null:4000", 4096).contains("smaller than one logical block"));
-    assert!(open("fffe:1f:1f.7", 512).contains("fffe:1f:1f.7"));
-    assert!(open("/dev/null", 512).contains("cannot be opened"));
+    assert!(open("/nonexistent/file", LbaSize::B512).contains("truncate -s"));
+    assert!(open("null:4000", LbaSize::B4096).contains("smaller than one logical block"));
+    assert!(open("fffe:1f:1f.7", LbaSize::B512).contains("fffe:1f:1f.7"));
+    assert!(open("/dev/null", LbaSize::B512).contains("cannot be opened"));
 }
 
 #[test]
@@ -211,7 +211,7 @@ fn a_disk_image_is_served_raw_only_on_request() {
     let reserve = |options: &str| {
         let options = format!("path={},{options}", path.display());
         let options: crate::options::FunctionOptions = options.parse().expect("valid");
-        let drive = open(&options.path, options.drive_options(None)).expect("opened");
+        let drive = open(&options.path, options.drive_options()).expect("opened");
         let ledgers = crate::open::LeaseLedgers::open(&state);
         let stop = std::sync::atomic::AtomicBool::new(false);
         let reserved = crate::open::reserve(&options, None, &drive, &ledgers, &stop);
@@ -293,7 +293,7 @@ impl Host {
     fn reserve(&self, disk: &str, options: &str) -> Result<nvme_lease::LeaseExtents, String> {
         let options = format!("path={},{options}", self.path(disk).display());
         let options: crate::options::FunctionOptions = options.parse().expect("valid");
-        let drive = open(&options.path, options.drive_options(None));
+        let drive = open(&options.path, options.drive_options());
         let drive = drive.map_err(|error| crate::report::chain(&error))?;
         let ledgers = crate::open::LeaseLedgers::open(&self.path("state"));
         let stop = std::sync::atomic::AtomicBool::new(false);

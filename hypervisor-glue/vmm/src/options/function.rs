@@ -1,65 +1,27 @@
 //! Parsed and checked options of a function.
 
-use std::str::FromStr;
-use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_guest::adaptive::{AdaptivePolicies, PolicyChoice};
 use nvme_guest::rate_limit::RateLimit;
 use nvme_guest::{DoorbellMode, DoorbellStride, MemoryKinds};
-use nvme_layers::faults::FaultPlan;
 use nvme_lease::PreviousDataPolicy;
-use nvme_lease::label::DriveName;
 use nvme_lease::range::{ByteRange, ByteSize};
 use nvme_models::{DriveProfile, ProfileSize};
 use nvme_mpt::BackendOptions;
 use nvme_mpt::poller::{PollerIdleMode, PollerSharing};
-use nvme_software::MemoryAllocationTime;
-use nvme_spec::ids::Nsid;
-use nvme_vfio::ArbitrationChoice;
 
 use crate::drives::{DriveOptions, DrivePath};
 
 use super::error::OptionError;
 
-/// Logical block size of a software drive.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum LbaSize {
-    /// 512 bytes.
-    #[default]
-    B512,
-    /// 4096 bytes.
-    B4096,
-}
-
-impl LbaSize {
-    /// The size in bytes.
-    #[must_use]
-    pub const fn bytes(self) -> u32 {
-        match self {
-            Self::B512 => 512,
-            Self::B4096 => 4096,
-        }
-    }
-}
-
-impl FromStr for LbaSize {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "512" => Ok(Self::B512),
-            "4096" | "4K" => Ok(Self::B4096),
-            _ => Err("A logical block has 512 or 4096 bytes"),
-        }
-    }
-}
-
 /// Options of an NVMe function.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FunctionOptions {
-    /// The drive.
+    /// Path of the drive.
     pub path: DrivePath,
+    /// Options of the drive, without the [adaptive policies](Self::drive_options).
+    pub drive: DriveOptions,
     /// Range of the drive's bytes that the guest sees; the whole drive if not given.
     pub range: Option<ByteRange>,
     /// Minimum size of a lease that is allocated anywhere on the drive; `None` for a lease with a fixed range.
@@ -75,24 +37,8 @@ pub struct FunctionOptions {
     pub id: Option<String>,
     /// Policy for data that another lease id left in the leased bytes.
     pub data: PreviousDataPolicy,
-    /// Logical block size of a software drive.
-    pub lba: Option<LbaSize>,
-    /// Name of the drive's label.
-    pub drive_id: Option<DriveName>,
     /// True if the leased bytes may begin with a disk image header.
     pub is_raw: bool,
-    /// Profile of a software drive: its performance model, its zones, or its key-value command set.
-    pub profile: Option<Arc<DriveProfile>>,
-    /// Fault schedule of a software drive.
-    pub faults: Option<Arc<FaultPlan>>,
-    /// Time at which a `memory:` drive allocates its memory.
-    pub populate: Option<MemoryAllocationTime>,
-    /// Namespace of a physical drive; the first active one if not given.
-    pub namespace: Option<Nsid>,
-    /// Timeout of the drive's commands. If not given, it depends on the kind of drive.
-    pub timeout: Option<Duration>,
-    /// Arbitration mechanism with which a physical drive is enabled; round robin if not given.
-    pub arbitration: Option<ArbitrationChoice>,
     /// Maximum time that a function in a VMM waits for a new drive server after the old one has ended; unlimited if not given.
     pub reconnect: Option<Duration>,
 }
@@ -145,7 +91,7 @@ impl FunctionOptions {
             let caution = "UEFI firmware (OVMF) does not find the drive, as its driver creates two I/O queue pairs; use queues=2 or more";
             cautions.push(caution.to_owned());
         }
-        if let Some(DriveProfile::Zns(zones)) = self.profile.as_deref()
+        if let Some(DriveProfile::Zns(zones)) = self.drive.profile.as_deref()
             && let ProfileSize(size) = zones.zone_size
             && !size.is_power_of_two()
         {
@@ -169,23 +115,12 @@ impl FunctionOptions {
         check_bandwidth(self.backend.rates.bandwidth)
     }
 
-    /// Returns the options with which the function opens its drive. If the drive is already open, `opened` has the drive's
-    /// options, which are defaults for the function's. Namespace, profile, faults and adaptive policies have no such default.
+    /// Returns the options with which the function opens its drive.
     #[must_use]
-    pub fn drive_options(&self, opened: Option<&DriveOptions>) -> DriveOptions {
-        let default = opened.cloned().unwrap_or_default();
+    pub fn drive_options(&self) -> DriveOptions {
         DriveOptions {
-            lba_size: self.lba.map_or(default.lba_size, LbaSize::bytes),
-            timeout: self.timeout.or(default.timeout),
-            arbitration: self.arbitration.unwrap_or(default.arbitration),
             adaptive: self.backend.adaptive.for_drive(),
-            namespace: self.namespace,
-            profile: self.profile.clone(),
-            faults: self.faults.clone(),
-            allocation: self.populate.unwrap_or(default.allocation),
-            name: self.drive_id.clone().or(default.name),
-            memory: default.memory,
-            persisted_faults: default.persisted_faults,
+            ..self.drive.clone()
         }
     }
 
@@ -194,6 +129,7 @@ impl FunctionOptions {
     pub fn new(path: DrivePath) -> Self {
         Self {
             path,
+            drive: DriveOptions::default(),
             range: None,
             size: None,
             unit: None,
@@ -201,15 +137,7 @@ impl FunctionOptions {
             reserve: 0,
             id: None,
             data: PreviousDataPolicy::default(),
-            lba: None,
-            drive_id: None,
             is_raw: false,
-            profile: None,
-            faults: None,
-            populate: None,
-            namespace: None,
-            timeout: None,
-            arbitration: None,
             reconnect: None,
         }
     }
@@ -310,7 +238,7 @@ impl FunctionOptions {
 
     /// Returns whether the drive is a key-value drive.
     pub(crate) fn is_key_value(&self) -> bool {
-        matches!(self.profile.as_deref(), Some(DriveProfile::Kv(_)))
+        matches!(self.drive.profile.as_deref(), Some(DriveProfile::Kv(_)))
     }
 
     /// Returns the key of an option that is given and does not apply to the kind of drive, with the reason; `None` if all
@@ -326,12 +254,12 @@ impl FunctionOptions {
             return Some(("format", why));
         }
         let is_keys = self.is_key_value();
-        if self.drive_id.is_some() && (is_keys || !matches!(self.path, DrivePath::File(_))) {
+        if self.drive.name.is_some() && (is_keys || !matches!(self.path, DrivePath::File(_))) {
             let why = "only the blocks of a file or block device have a label, which tells them from others";
             return Some(("drive-id", why));
         }
         let takes_memory = matches!(self.path, DrivePath::Memory(_)) && !self.is_key_value();
-        if self.populate.is_some() && !takes_memory {
+        if self.drive.populate.is_some() && !takes_memory {
             let why = "only the blocks of a drive in memory, as in path=memory:4G, take memory of the host";
             return Some(("populate", why));
         }
@@ -343,20 +271,20 @@ impl FunctionOptions {
         }
         if matches!(self.path, DrivePath::Pci(_)) {
             let why = "the logical blocks of a physical drive are as it was formatted";
-            let lba = self.lba.map(|_| ("lba", why));
+            let lba = self.drive.lba.map(|_| ("lba", why));
             let why = "a physical drive has its own timing";
-            let profile = self.profile.as_ref().map(|_| ("profile", why));
+            let profile = self.drive.profile.as_ref().map(|_| ("profile", why));
             let why = "faults can be injected into software drives only";
-            let faults = self.faults.as_ref().map(|_| ("faults", why));
+            let faults = self.drive.faults.as_ref().map(|_| ("faults", why));
             let why = "it pins the memory of all its VMs, so that page faults that wait would hold up others";
             let memory = (self.backend.memory == MemoryKinds::Any).then_some(("memory", why));
             return lba.or(profile).or(faults).or(memory);
         }
-        if let Some(DriveProfile::Kv(_)) = self.profile.as_deref() {
+        if let Some(DriveProfile::Kv(_)) = self.drive.profile.as_deref() {
             let why = "a drive of keys and values has no logical blocks";
-            let lba = self.lba.map(|_| ("lba", why));
+            let lba = self.drive.lba.map(|_| ("lba", why));
             let why = "faults are declared for logical blocks, which a drive of keys and values does not have";
-            let faults = self.faults.as_ref().map(|_| ("faults", why));
+            let faults = self.drive.faults.as_ref().map(|_| ("faults", why));
             if let Some(meaningless) = lba.or(faults) {
                 return Some(meaningless);
             }
@@ -370,12 +298,12 @@ impl FunctionOptions {
             .iter()
             .find(|(choice, _)| *choice == PolicyChoice::Fixed);
         let fixed = fixed.map(|(_, key)| (*key, why));
-        let namespace = self.namespace.map(|_| {
+        let namespace = self.drive.namespace.map(|_| {
             let why = "only a physical drive, as in path=0000:01:00.0, has more than one";
             ("namespace", why)
         });
         let is_in_memory = matches!(self.path, DrivePath::Null(_) | DrivePath::Memory(_));
-        let timeout = self.timeout.filter(|_| is_in_memory).map(|_| {
+        let timeout = self.drive.timeout.filter(|_| is_in_memory).map(|_| {
             let why = "its commands are executed in memory by this process, and cannot hang";
             ("timeout", why)
         });
@@ -384,7 +312,7 @@ impl FunctionOptions {
                 "only a physical drive, as in path=0000:01:00.0, has a bound on its queue pairs";
             ("reserve", why)
         });
-        let arbitration = self.arbitration.map(|_| {
+        let arbitration = self.drive.arbitration.map(|_| {
             let why = "only a physical drive, as in path=0000:01:00.0, has an arbitration between its queues";
             ("arbitration", why)
         });

@@ -15,9 +15,9 @@ use nvme_models::DriveProfile;
 use nvme_spec::ids::Nsid;
 
 use super::error::OptionError;
-use super::function::{FunctionOptions, LbaSize};
+use super::function::FunctionOptions;
 use super::option_text::OptionText;
-use crate::drives::DrivePath;
+use crate::drives::{DrivePath, LbaSize};
 
 /// Maximum length of a serial number in bytes (Base 2.0, Identify Controller data structure, SN).
 const MAX_SERIAL: usize = 20;
@@ -277,7 +277,7 @@ with 300 gets three times as much as one with 100 [default: 100]",
         "lba",
         "512|4096",
         "bytes of a logical block of a software drive, 512 or 4096 [default: 512]",
-        |options, text| give(&mut options.lba, text.parse()),
+        |options, text| give(&mut options.drive.lba, text.parse()),
     )
     .of(OptionScope::Drive)
     .with_number(|text| Ok(Some(text.parse::<LbaSize>()?.bytes().into()))),
@@ -286,7 +286,7 @@ with 300 gets three times as much as one with 100 [default: 100]",
         "NAME",
         "name of the label that `nvme-mpt leases label` gave the drive, for disks without a serial
 number [default: the drive is known by itself]",
-        |options, text| give(&mut options.drive_id, text.parse()),
+        |options, text| give(&mut options.drive.name, text.parse()),
     )
     .of(OptionScope::Drive),
     option(
@@ -303,7 +303,7 @@ disk image or of LUKS [default: its first lease is refused]",
         "kind of software drive: nvm or ssd (timing), zns or zns-ssd (zones), kv or kv-ssd (keys and
 values), or a path with a slash to a file like those in resources/drives [default: as fast
 as it can be]",
-        |options, text| give(&mut options.profile, DriveProfile::load(text).map(Arc::new)),
+        |options, text| give(&mut options.drive.profile, DriveProfile::load(text).map(Arc::new)),
     )
     .of(OptionScope::Drive)
     .with_file(|name| name.contains('/')),
@@ -312,7 +312,7 @@ as it can be]",
         "PLAN",
         "a file with faults of a software drive, like resources/faults/example.toml, or none, to
 inject faults later with `nvme-mpt fault` [default: the drive never fails]",
-        |options, text| give(&mut options.faults, FaultPlan::load(text).map(Arc::new)),
+        |options, text| give(&mut options.drive.faults, FaultPlan::load(text).map(Arc::new)),
     )
     .of(OptionScope::Drive)
     .with_file(|name| name != NO_FAULTS),
@@ -321,14 +321,14 @@ inject faults later with `nvme-mpt fault` [default: the drive never fails]",
         "on|off",
         "on: a drive in memory allocates all of it at the start, so that first writes are as fast
 as others [default: off, memory is allocated as it is written]",
-        |options, text| give(&mut options.populate, text.parse()),
+        |options, text| give(&mut options.drive.populate, text.parse()),
     )
     .of(OptionScope::Drive),
     option(
         "namespace",
         "N",
         "namespace of a physical drive [default: its first]",
-        |options, text| give(&mut options.namespace, parse_namespace(text)),
+        |options, text| give(&mut options.drive.namespace, parse_namespace(text)),
     )
     .of(OptionScope::Drive)
     .with_number(parse_number),
@@ -346,7 +346,7 @@ the guest of a file or block device sees CSTS.CFS [default: 10 if physical, else
         "round-robin|weighted",
         "weighted: a physical drive that has weighted round robin divides itself among busy guests by
 weight=, also while it is fast; one value per drive [default: round-robin]",
-        |options, text| give(&mut options.arbitration, text.parse()),
+        |options, text| give(&mut options.drive.arbitration, text.parse()),
     )
     .of(OptionScope::Drive),
     option(
@@ -475,8 +475,8 @@ fn parse_number(text: &str) -> Result<Option<u64>, ValueError> {
 }
 
 fn set_timeout(options: &mut FunctionOptions, text: &str) -> Result<(), ValueError> {
-    options.timeout = parse_timeout(text)?;
-    match (options.timeout, &options.path) {
+    options.drive.timeout = parse_timeout(text)?;
+    match (options.drive.timeout, &options.path) {
         (None, DrivePath::Pci(_)) => Err("A physical drive needs one: without it, guests wait forever for commands that the drive loses".into()),
         _ => Ok(()),
     }

@@ -206,7 +206,7 @@ mod tests {
         let options: ServerDriveOptions = "path=memory:1G,populate=on,timeout=none,lba=4096"
             .parse()
             .unwrap();
-        assert!(options.drive.populate.is_some());
+        assert!(options.drive.drive.populate.is_some());
         let error = "path=memory:1G,queues=2"
             .parse::<ServerDriveOptions>()
             .unwrap_err();

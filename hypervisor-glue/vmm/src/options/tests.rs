@@ -17,6 +17,7 @@ use nvme_spec::ids::Nsid;
 use nvme_vfio::ArbitrationChoice;
 
 use super::*;
+use crate::drives::{DriveOptions, LbaSize};
 
 fn function(text: &str) -> FunctionOptions {
     text.parse().unwrap()
@@ -36,6 +37,19 @@ fn a_path_is_enough() {
         function("path=/var/lib/drive.img"),
         FunctionOptions {
             path: "/var/lib/drive.img".parse().unwrap(),
+            drive: DriveOptions {
+                lba: None,
+                profile: None,
+                faults: None,
+                name: None,
+                populate: None,
+                namespace: None,
+                timeout: None,
+                arbitration: None,
+                adaptive: AdaptivePolicies::default(),
+                memory: None,
+                persisted_faults: None,
+            },
             range: None,
             size: None,
             unit: None,
@@ -54,15 +68,7 @@ fn a_path_is_enough() {
             reserve: 0,
             id: None,
             data: PreviousDataPolicy::Refused,
-            lba: None,
-            profile: None,
-            faults: None,
-            drive_id: None,
             is_raw: false,
-            populate: None,
-            namespace: None,
-            timeout: None,
-            arbitration: None,
             reconnect: None,
         }
     );
@@ -77,6 +83,13 @@ fn every_option_is_understood_in_any_order() {
         options,
         FunctionOptions {
             path: "memory:1T".parse().unwrap(),
+            drive: DriveOptions {
+                lba: Some(LbaSize::B4096),
+                profile: Some(Arc::new(DriveProfile::find_built_in("nvm").unwrap())),
+                faults: Some(Arc::default()),
+                populate: Some(MemoryAllocationTime::AtOnce),
+                ..DriveOptions::default()
+            },
             range: Some(ByteRange::new(64 << 30, 64 << 30).unwrap()),
             size: None,
             unit: None,
@@ -103,15 +116,7 @@ fn every_option_is_understood_in_any_order() {
             reserve: 0,
             id: Some("vm-1".to_owned()),
             data: PreviousDataPolicy::Erased,
-            lba: Some(LbaSize::B4096),
-            profile: Some(Arc::new(DriveProfile::find_built_in("nvm").unwrap())),
-            faults: Some(Arc::default()),
-            drive_id: None,
             is_raw: false,
-            populate: Some(MemoryAllocationTime::AtOnce),
-            namespace: None,
-            timeout: None,
-            arbitration: None,
             reconnect: None,
         }
     );
@@ -122,12 +127,15 @@ fn every_option_is_understood_in_any_order() {
     assert_eq!(physical.backend.rates.to_string(), "weight=300");
     assert_eq!(physical.backend.adaptive.to_string(), "governor+budget");
     assert_eq!(physical.backend.memory_limit, Some(ByteSize(16 << 30)));
-    assert_eq!(physical.namespace, Some(Nsid(2)));
-    assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
-    assert_eq!(physical.arbitration, Some(ArbitrationChoice::Weighted));
+    assert_eq!(physical.drive.namespace, Some(Nsid(2)));
+    assert_eq!(physical.drive.timeout, Some(Duration::from_secs(30)));
+    assert_eq!(
+        physical.drive.arbitration,
+        Some(ArbitrationChoice::Weighted)
+    );
     let file = |text: &str| text.parse::<FunctionOptions>().unwrap();
     assert_eq!(
-        file("path=/d,timeout=45").timeout,
+        file("path=/d,timeout=45").drive.timeout,
         Some(Duration::from_secs(45))
     );
     assert_eq!(file("path=/d,timeout=none"), file("path=/d"));

@@ -142,7 +142,7 @@ impl Host {
 
     fn open(path: &DrivePath, lba_size: u32) -> Self {
         let options = DriveOptions {
-            lba_size,
+            lba: Some(lba_size.try_into().unwrap()),
             ..DriveOptions::default()
         };
         children::wait_for_spawns();

@@ -24,7 +24,7 @@ use nvme_mpt_tests::status::{
 };
 use nvme_mpt_tests::zoned::{Zone, action, state};
 use nvme_mpt_tests::{Error, prp};
-use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_mpt_vmm::drives::{self, DriveOptions, LbaSize};
 
 use crate::common::{HANG, Host, Machine, Setup, check_commands, children, disk, status};
 
@@ -53,7 +53,7 @@ const FLASH: &str = "[flash]\nchannels = 2\ndies_per_channel = 2\ndies_per_zone 
 
 fn options(profile: &str, faults: Option<&str>) -> DriveOptions {
     DriveOptions {
-        lba_size: 4096,
+        lba: Some(LbaSize::B4096),
         profile: Some(Arc::new(DriveProfile::parse("test", profile).unwrap())),
         faults: faults.map(|plan| Arc::new(FaultPlan::parse("test", plan).unwrap())),
         ..DriveOptions::default()
@@ -382,7 +382,7 @@ fn an_append_beyond_four_billion_blocks_is_found_again() {
     let profile = "model = \"zns\"\nzone_size = \"64G\"\nzone_capacity = \"60G\"\n\
                    max_open = 4\nmax_active = 4\nappend_limit = \"64K\"\n";
     let options = DriveOptions {
-        lba_size: 512,
+        lba: Some(LbaSize::B512),
         ..options(profile, None)
     };
     let host = Host::from_drive(drives::open(&"null:8T".parse().unwrap(), options).unwrap());

@@ -22,7 +22,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 use nvme_mpt_doctor::host_drives;
 use nvme_mpt_logging::{self as logging, LevelFilter, LogFilter, ThreadedOutput};
-use nvme_mpt_server::change::{ChangeResult, FunctionChange};
+use nvme_mpt_server::change::{ChangeResult, DeclarationSource, FunctionChange};
 use nvme_mpt_server::confinement::{ConfinementOptions, FileRule, SeccompMode};
 use nvme_mpt_server::control::{self, ControlError};
 use nvme_mpt_server::faults::FaultRequest;
@@ -426,7 +426,9 @@ impl<T: FromStr<Err = OptionError>> OptionsArgument<T> {
     fn parse(text: &str) -> Result<Self, String> {
         let given = || {
             let options: OptionText = text.parse()?;
-            Ok((option_files(&options), ParsedDeclaration::parse(options)?))
+            let files = option_files(&options);
+            let source = DeclarationSource::CommandLine;
+            Ok((files, ParsedDeclaration::parse(source, options)?))
         };
         match given() {
             Ok((described, given)) => Ok(Self {

@@ -115,8 +115,8 @@ impl RunningConfiguration {
         let ids = self.functions.iter();
         let ids = ids.map(|running| {
             (
-                running.function.socket.clone(),
-                id_or_socket(&running.function),
+                running.options.socket.clone(),
+                id_or_socket(&running.options),
             )
         });
         let mut differences = ConfigurationDifferences {
@@ -141,26 +141,26 @@ impl RunningConfiguration {
             .collect();
         let mut all = Vec::new();
         for running in &self.functions {
-            let function = &running.function;
+            let function = &running.options;
             let socket = function.socket.clone();
             let same = wanted.iter().position(|other| other.is_same_as(function));
             let known = same.map(|place| wanted.remove(place));
             let Some(other) = known else {
                 let again = wanted.iter().position(|other| {
-                    other.function.socket == socket
-                        || id_or_socket(&other.function) == id_or_socket(function)
+                    other.options.socket == socket
+                        || id_or_socket(&other.options) == id_or_socket(function)
                 });
                 all.push(match again {
                     Some(place) => {
                         let other = wanted.remove(place);
-                        let keys = different_keys(&running.text, &other.text);
+                        let keys = different_keys(&running.declared.text, &other.declared.text);
                         ConfigurationDifference::Changed { socket, keys }
                     }
                     None => ConfigurationDifference::Removed { socket },
                 });
                 continue;
             };
-            let options = &other.function.function;
+            let options = &other.options.function;
             let is_larger = options.size > function.function.size;
             if options.backend.rates != function.function.backend.rates {
                 let keys = "limit".to_owned();
@@ -174,11 +174,11 @@ impl RunningConfiguration {
             wanted
                 .into_iter()
                 .map(|other| ConfigurationDifference::Added {
-                    id: id_or_socket(&other.function),
+                    id: id_or_socket(&other.options),
                 }),
         );
         let drives = file.drives.into_iter().map(|given| {
-            let mut drive = given.value;
+            let mut drive = given.options;
             drive.drive.path = resolve_path(&drive.drive.path);
             drive
         });
@@ -289,7 +289,7 @@ mod tests {
             drives: contents
                 .drives
                 .into_iter()
-                .map(|given| given.value)
+                .map(|given| given.options)
                 .collect(),
             ..RunningConfiguration::default()
         };

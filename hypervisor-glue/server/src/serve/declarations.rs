@@ -19,6 +19,7 @@ use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::options::{
     FunctionOptions, OptionError, OptionText, ServerDriveOptions, ServerFunctionOptions,
 };
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use toml::{Table, Value};
 
@@ -28,38 +29,81 @@ const FILE_BYTES_MAX: u64 = 4 << 20;
 /// Contents of the files that an option string names, by the option's key (`profile` or `faults`).
 pub(super) type FileContents = BTreeMap<String, String>;
 
-/// Parsed options of a function or drive, with the option text from which they were parsed.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ParsedDeclaration<T> {
-    /// The parsed function or drive.
-    pub(super) value: T,
+/// Declaration of a function or drive: its options as text, and all that the next server needs to parse them in the same way.
+/// It is stored for the next server in this form.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct DeclarationRecord {
+    #[serde(rename = "origin")]
+    pub(super) source: DeclarationSource,
+    #[serde(rename = "options")]
     pub(super) text: OptionText,
     /// Contents of the files that the options name.
+    #[serde(default, skip_serializing_if = "FileContents::is_empty")]
     pub(super) files: FileContents,
+    /// Id and range of the lease that the server chose, if the options name neither a range nor a size. A later server leases
+    /// this range, even if the drive has grown since.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) lease: Option<AssignedLease>,
 }
+
+impl DeclarationRecord {
+    pub(super) fn new(source: DeclarationSource, text: OptionText) -> Self {
+        Self {
+            source,
+            text,
+            files: FileContents::new(),
+            lease: None,
+        }
+    }
+}
+
+/// Id and range of a lease that the server chose for a function.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct AssignedLease {
+    pub(super) id: String,
+    pub(super) range: ByteRange,
+}
+
+/// Parsed options of a function or drive, with their declaration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParsedDeclaration<T> {
+    pub(super) declared: DeclarationRecord,
+    /// The parsed function or drive.
+    pub(super) options: T,
+}
+
+/// A function to serve.
+pub(super) type FunctionDeclaration = ParsedDeclaration<ServerFunctionOptions>;
+
+/// A drive that the server keeps open even without functions.
+pub(super) type DriveDeclaration = ParsedDeclaration<ServerDriveOptions>;
 
 impl<T: FromStr<Err = OptionError>> ParsedDeclaration<T> {
     /// Parses options and reads the files that they name.
     ///
     /// # Errors
     /// [`OptionError`].
-    pub fn parse(text: OptionText) -> Result<Self, OptionError> {
+    pub fn parse(source: DeclarationSource, text: OptionText) -> Result<Self, OptionError> {
+        let mut declared = DeclarationRecord::new(source, text);
         // The options are parsed before the files are read here, because the parser's error names a file that cannot be read.
-        let value = text.to_string().parse()?;
-        let files = read_option_files(&text);
-        match files.is_empty() {
-            true => Ok(Self { value, text, files }),
+        let options = declared.text.to_string().parse()?;
+        declared.files = read_option_files(&declared.text);
+        match declared.files.is_empty() {
+            true => Ok(Self { declared, options }),
             // The file may have changed since the parser read it, so its text is parsed again.
-            false => Self::with_files(text, files),
+            false => Self::from_declared(declared),
         }
     }
 
-    /// Parses options, with `files` as the contents of the files that they name.
-    pub(super) fn with_files(text: OptionText, files: FileContents) -> Result<Self, OptionError> {
+    /// Parses the options of a declaration, with the declared contents of the files that they name.
+    pub(super) fn from_declared(declared: DeclarationRecord) -> Result<Self, OptionError> {
+        let text = &declared.text;
         let mut open: Vec<OwnedFd> = Vec::new();
         let mut readable = text.clone();
         for (key, _) in text.named_files() {
-            let Some(content) = files.get(key) else {
+            let Some(content) = declared.files.get(key) else {
                 continue;
             };
             let file = memory_file(content).map_err(|source| OptionError::Value {
@@ -71,23 +115,25 @@ impl<T: FromStr<Err = OptionError>> ParsedDeclaration<T> {
             readable = readable.with_value(key, Some(&path));
             open.push(file);
         }
-        let value = readable.to_string().parse()?;
-        Ok(Self { value, text, files })
+        let options = readable.to_string().parse()?;
+        Ok(Self { declared, options })
     }
 
     /// Makes the paths in the text absolute, relative to `dir`.
     #[must_use]
     pub fn with_absolute_paths(mut self, dir: &Path) -> Self {
-        self.text = self.text.with_absolute_paths(dir);
+        self.declared.text = self.declared.text.with_absolute_paths(dir);
         self
     }
 }
 
-impl ParsedDeclaration<ServerDriveOptions> {
-    /// Returns the option text with the absolute path of the drive, in which symbolic links are resolved.
-    pub(super) fn to_resolved_text(&self) -> OptionText {
-        let path = self.value.drive.path.to_string();
-        self.text.clone().with_value("path", Some(&path))
+impl DriveDeclaration {
+    /// Returns the declaration to store. Its path is absolute and has no symbolic links.
+    pub(super) fn to_resolved(&self) -> DeclarationRecord {
+        let path = self.options.drive.path.to_string();
+        let mut declared = self.declared.clone();
+        declared.text = declared.text.with_value("path", Some(&path));
+        declared
     }
 }
 
@@ -117,87 +163,47 @@ fn memory_file(content: &str) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Id and range of a lease that the server chose for a function whose options name neither a range nor a size. They are
-/// stored for the next server.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct AssignedLease {
-    pub(super) id: String,
-    pub(super) range: ByteRange,
-}
-
-/// A function to serve: its options, and whether they come from the command line, the file or `nvme-mpt add`.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct FunctionDeclaration {
-    pub(super) source: DeclarationSource,
-    /// The option text.
-    pub(super) text: OptionText,
-    pub(super) files: FileContents,
-    pub(super) function: ServerFunctionOptions,
-    /// Id and range of the lease that the server chose, if the options name neither a range nor a size. A later server leases
-    /// this range, even if the drive has grown since.
-    pub(super) lease: Option<AssignedLease>,
-}
-
 impl FunctionDeclaration {
-    pub(super) fn from_argument(given: ParsedDeclaration<ServerFunctionOptions>) -> Self {
-        Self::from_parsed(DeclarationSource::CommandLine, given)
-    }
-
-    pub(super) fn parse(source: DeclarationSource, text: OptionText) -> Result<Self, OptionError> {
-        Ok(Self::from_parsed(source, ParsedDeclaration::parse(text)?))
-    }
-
-    pub(super) fn from_parsed(
-        source: DeclarationSource,
-        given: ParsedDeclaration<ServerFunctionOptions>,
-    ) -> Self {
-        let ParsedDeclaration { value, text, files } = given;
-        Self {
-            source,
-            text,
-            files,
-            function: value,
-            lease: None,
-        }
-    }
-
     /// Returns the options, completed with the stored lease.
     pub(super) fn options_with_lease(&self) -> FunctionOptions {
-        let mut options = self.function.function.clone();
-        if let Some(AssignedLease { id, range }) = &self.lease {
+        let mut options = self.options.function.clone();
+        if let Some(AssignedLease { id, range }) = &self.declared.lease {
             options.range = Some(*range);
             options.id = Some(id.clone());
         }
         options
     }
 
-    /// Returns the option text, in which all paths are absolute and have no symbolic links.
-    pub(super) fn to_resolved_text(&self) -> OptionText {
+    /// Returns the declaration to store. Its paths are absolute and have no symbolic links.
+    pub(super) fn to_resolved(&self) -> DeclarationRecord {
         let ServerFunctionOptions {
             socket, function, ..
-        } = &self.function;
-        let text = self.text.clone();
-        text.with_value("socket", socket.to_str())
-            .with_value("path", Some(&function.path.to_string()))
+        } = &self.options;
+        let mut declared = self.declared.clone();
+        declared.text = declared
+            .text
+            .with_value("socket", socket.to_str())
+            .with_value("path", Some(&function.path.to_string()));
+        declared
     }
 
     /// Returns whether a reload can leave a served function as it is. Limits and lease size are not compared, as they can
     /// change while the function is served.
     pub(super) fn is_same_as(&self, running: &ServerFunctionOptions) -> bool {
         let rates = running.function.backend.rates;
-        self.with_rates(rates).with_size_of(running).function == *running
+        self.with_rates(rates).with_size_of(running).options == *running
     }
 
     /// Returns a copy of the declaration with other limits.
     pub(super) fn with_rates(&self, rates: RateLimits) -> Self {
         let mut other = self.clone();
-        other.function.function.backend.rates = rates;
+        other.options.function.backend.rates = rates;
         other
     }
 
     /// Returns the declaration with the lease size of the function `other`.
     pub(super) fn with_size_of(mut self, other: &ServerFunctionOptions) -> Self {
-        if let (Some(size), Some(other)) = (&mut self.function.function.size, other.function.size) {
+        if let (Some(size), Some(other)) = (&mut self.options.function.size, other.function.size) {
             *size = other;
         }
         self
@@ -205,19 +211,17 @@ impl FunctionDeclaration {
 
     /// Sets the lease size, also in the option text.
     pub(super) fn set_size(&mut self, size: ByteSize) {
-        if let Some(requested_size) = &mut self.function.function.size {
+        if let Some(requested_size) = &mut self.options.function.size {
             *requested_size = size;
         }
-        self.text = self
-            .text
-            .clone()
-            .with_value("size", Some(&size.to_string()));
+        let text = self.declared.text.clone();
+        self.declared.text = text.with_value("size", Some(&size.to_string()));
     }
 
     /// Sets the policy for data that another lease id left in the range, if the function's options have no `data=`.
     pub(super) fn with_data(mut self, data: PreviousDataPolicy) -> Self {
-        if self.function.function.data == PreviousDataPolicy::Refused {
-            self.function.function.data = data;
+        if self.options.function.data == PreviousDataPolicy::Refused {
+            self.options.function.data = data;
         }
         self
     }
@@ -291,7 +295,7 @@ pub enum ConfigFileError {
 #[derive(Debug, Default)]
 pub(super) struct ConfigFileContents {
     pub(super) functions: Vec<FunctionDeclaration>,
-    pub(super) drives: Vec<ParsedDeclaration<ServerDriveOptions>>,
+    pub(super) drives: Vec<DriveDeclaration>,
     /// Files named by `profile=` and `faults=`.
     pub(super) option_files: Vec<PathBuf>,
     /// Landlock rules.
@@ -320,7 +324,7 @@ impl ConfigFileContents {
                 .map_err(|source| file.option_error("function", number, source))
         });
         let drives = (1..).zip(drives).map(|(number, text)| {
-            let drive = ParsedDeclaration::parse(text);
+            let drive = DriveDeclaration::parse(DeclarationSource::File, text);
             drive.map_err(|source| file.option_error("drive", number, source))
         });
         let rules = (1..).zip(rules).map(|(number, text)| {
@@ -433,34 +437,11 @@ impl ConfigFileTables<'_> {
     }
 }
 
-/// A drive that the server keeps open even without functions: its options, and whether they come from the command line or the
-/// file.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct DriveDeclaration {
-    pub(super) source: DeclarationSource,
-    pub(super) parsed: ParsedDeclaration<ServerDriveOptions>,
-}
-
 /// A function declaration that this release cannot parse.
 #[derive(Debug)]
 pub(super) struct UnreadableDeclaration {
-    pub(super) source: DeclarationSource,
-    pub(super) text: OptionText,
-    pub(super) files: FileContents,
+    pub(super) declared: DeclarationRecord,
     pub(super) error: OptionError,
-}
-
-impl UnreadableDeclaration {
-    /// Returns the declaration of a function that `nvme-mpt add` added in an earlier run, and whose options this release cannot
-    /// parse.
-    pub(super) fn from_added(text: OptionText, error: OptionError) -> Self {
-        Self {
-            source: DeclarationSource::Added,
-            text,
-            files: FileContents::new(),
-            error,
-        }
-    }
 }
 
 /// Initial configuration of a server.
@@ -483,29 +464,16 @@ impl StartConfiguration {
     /// Reads the configuration: from the command line, from the configuration file at an absolute path, and from the file
     /// of functions that were added in earlier runs.
     pub(super) fn read(
-        functions: Vec<ParsedDeclaration<ServerFunctionOptions>>,
-        drives: Vec<ParsedDeclaration<ServerDriveOptions>>,
+        functions: Vec<FunctionDeclaration>,
+        drives: Vec<DriveDeclaration>,
         file: Option<&Path>,
         added: &AddedFunctionsFile,
     ) -> Result<Self, ConfigFileError> {
         let file = file.map(ConfigFileContents::read).transpose()?;
         let file = file.unwrap_or_default();
-        let arguments = functions
-            .into_iter()
-            .map(FunctionDeclaration::from_argument);
-        let drive = |source| {
-            move |given| DriveDeclaration {
-                source,
-                parsed: given,
-            }
-        };
-        let of_arguments = drives
-            .into_iter()
-            .map(drive(DeclarationSource::CommandLine));
-        let of_file = file.drives.into_iter().map(drive(DeclarationSource::File));
         Ok(Self {
-            functions: arguments.chain(file.functions).collect(),
-            drives: of_arguments.chain(of_file).collect(),
+            functions: functions.into_iter().chain(file.functions).collect(),
+            drives: drives.into_iter().chain(file.drives).collect(),
             added_texts: added.read()?,
             rules: file.rules,
             ..Self::default()
@@ -587,7 +555,7 @@ pub(super) fn resolve_function(
     let mut declaration = declaration.with_data(data);
     let ServerFunctionOptions {
         socket, function, ..
-    } = &mut declaration.function;
+    } = &mut declaration.options;
     // `absolute` fails only for an empty path, which options cannot have.
     if let Ok(absolute) = std::path::absolute(&*socket) {
         *socket = absolute;
@@ -636,8 +604,8 @@ mod tests {
             "socket=/etc/a.sock,path=memory:1G,range=0+64M,queues=4,mode=0660"
                 .parse()
                 .unwrap();
-        assert_eq!(functions[0].function, argument);
-        let drives: Vec<_> = drives.into_iter().map(|drive| drive.value).collect();
+        assert_eq!(functions[0].options, argument);
+        let drives: Vec<_> = drives.into_iter().map(|drive| drive.options).collect();
         assert_eq!(drives, ["path=memory:1G,lba=4096".parse().unwrap()]);
     }
 

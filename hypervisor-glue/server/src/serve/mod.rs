@@ -665,14 +665,12 @@ fn prepare_takeover(
         ..function.clone()
     };
     let held = configuration.drives.iter();
-    let held: Vec<_> = held
-        .map(|held| resolved(&held.parsed.value.drive))
-        .collect();
+    let held: Vec<_> = held.map(|held| resolved(&held.options.drive)).collect();
     let functions = configuration.functions.iter();
-    let functions = functions.map(|declaration| resolved(&declaration.function.function));
+    let functions = functions.map(|declaration| resolved(&declaration.options.function));
     let added = configuration.added_texts.iter().filter_map(|text| {
         let added = FunctionDeclaration::parse(DeclarationSource::Added, text.clone()).ok()?;
-        Some(resolved(&added.function.function))
+        Some(resolved(&added.options.function))
     });
     let functions: Vec<_> = functions.chain(added).collect();
     let drives = OpenDrives::open_beside(&held, &functions);

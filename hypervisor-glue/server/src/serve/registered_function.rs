@@ -60,7 +60,7 @@ impl RegisteredFunction {
     ) -> Result<Self, FunctionRegistrationError> {
         let ServerFunctionOptions {
             socket, function, ..
-        } = &declaration.function;
+        } = &declaration.options;
         for caution in function.warnings() {
             log::warn!("The function on {}: {caution}", socket.display());
         }
@@ -110,7 +110,7 @@ impl RegisteredFunction {
         persistence: &ServerPersistence,
         restorable: RestorableFunction,
     ) -> Result<Option<Self>, FunctionRegistrationError> {
-        let socket = &declaration.function.socket;
+        let socket = &declaration.options.socket;
         let store_key = restorable.store_key();
         let reason = restorable.quarantine_reason();
         let parts = match reason {
@@ -199,7 +199,7 @@ impl RegisteredFunction {
         log::error!(
             function = id;
             "Function {id} on {} fails: {reason}",
-            declaration.function.socket.display()
+            declaration.options.socket.display()
         );
         let QuarantinedFunction {
             function_state,
@@ -212,7 +212,7 @@ impl RegisteredFunction {
         let mut function = NvmeFunction::new(local_backend.clone(), MsixMasking::Client);
         function.quarantine(&function_state)?;
         let device = QuarantinedDevice::new(NvmeDevice::new(function)?, store_key, crashes);
-        let listener = SocketListener::from_predecessor(&declaration.function.socket, listener)?;
+        let listener = SocketListener::from_predecessor(&declaration.options.socket, listener)?;
         let server = VfioUserServer::resume(listener, request_log, stream, device)?;
         let registered_function = Self::start(declaration, drive.clone(), local_backend, server);
         Ok(registered_function.map(|mut registered_function| {
@@ -243,7 +243,7 @@ impl RegisteredFunction {
     ) -> Result<Self, FunctionRegistrationError> {
         let ServerFunctionOptions {
             socket, function, ..
-        } = &declaration.function;
+        } = &declaration.options;
         let id = local_backend.lease().id().to_owned();
         let extents = local_backend.lease().extents();
         let thread = FunctionThread::start(&id, server)?;
@@ -254,11 +254,9 @@ impl RegisteredFunction {
             id: id.clone(),
             range,
         });
+        let mut declaration = declaration.clone();
+        declaration.declared.lease = lease;
         Ok(Self {
-            declaration: FunctionDeclaration {
-                lease,
-                ..declaration.clone()
-            },
             entry: FunctionEntry {
                 pending: None,
                 id,
@@ -266,7 +264,7 @@ impl RegisteredFunction {
                 drive: function.path.to_string(),
                 range: extents.single(),
                 extents: Some(extents),
-                origin: declaration.source,
+                origin: declaration.declared.source,
                 limits: function.backend.rates.to_string(),
                 state: FunctionStatus::Waiting,
                 summary: summary(function, &drive, local_backend),
@@ -276,6 +274,7 @@ impl RegisteredFunction {
             local_backend: Arc::downgrade(local_backend),
             is_restored: false,
             thread,
+            declaration,
         })
     }
 
@@ -321,7 +320,7 @@ impl RegisteredFunction {
         if let Some(local_backend) = self.local_backend.upgrade() {
             let grown = local_backend.grow(size.0, stop);
             let summary = summary(
-                &self.declaration.function.function,
+                &self.declaration.options.function,
                 &self.drive,
                 &local_backend,
             );
@@ -335,7 +334,7 @@ impl RegisteredFunction {
 
     /// Changes the rate limits while the guest runs.
     pub(super) fn set_rates(&mut self, rates: RateLimits) {
-        self.declaration.function.function.backend.rates = rates;
+        self.declaration.options.function.backend.rates = rates;
         self.entry.limits = rates.to_string();
         // Without a back end, the thread has ended and the function has no queues.
         if let Some(local_backend) = self.local_backend.upgrade() {
@@ -347,7 +346,7 @@ impl RegisteredFunction {
 fn declared_access(
     declaration: &FunctionDeclaration,
 ) -> Result<SocketAccess, FunctionRegistrationError> {
-    let ServerFunctionOptions { mode, owner, .. } = &declaration.function;
+    let ServerFunctionOptions { mode, owner, .. } = &declaration.options;
     Ok(socket_access(*mode, owner.as_ref())?)
 }
 
@@ -393,7 +392,7 @@ fn resume_function(
         socket,
         function: options,
         ..
-    } = &declaration.function;
+    } = &declaration.options;
     // The device stores its state from now on. Restoring the client already changes the state.
     let mut device = NvmeDevice::new(function)?.with_persistence(persisted, options.backend.memory);
     device.restore(client, &function_state)?;
@@ -418,7 +417,7 @@ fn serve_persisted(
     persistence: &ServerPersistence,
     local_backend: Arc<LocalBackend>,
 ) -> Result<VfioUserServer<NvmeDevice>, FunctionRegistrationError> {
-    let socket = &declaration.function.socket;
+    let socket = &declaration.options.socket;
     let shared = local_backend.shared_parts();
     let function = NvmeFunction::new(local_backend, MsixMasking::Client);
     let device = NvmeDevice::new(function).map_err(FunctionRegistrationError::Doorbells)?;
@@ -429,7 +428,7 @@ fn serve_persisted(
         &request_log,
         &shared,
     )?);
-    let memory = declaration.function.function.backend.memory;
+    let memory = declaration.options.function.backend.memory;
     let device = device.with_persistence(persisted.clone(), memory);
     let server =
         VfioUserServer::bind_with_log(socket, declared_access(declaration)?, device, request_log)?;

@@ -19,14 +19,15 @@ use nvme_mpt_memory::clock;
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open::{self, OpenError};
 use nvme_mpt_vmm::options::{
-    FunctionOptions, LeaseReservation, OptionText, RateChange, ServerFunctionOptions,
+    FunctionOptions, LeaseReservation, OptionError, OptionText, RateChange, ServerFunctionOptions,
 };
 use nvme_mpt_vmm::report;
 
 use super::configuration_differences::RunningConfiguration;
 use super::context::ServerContext;
 use super::declarations::{
-    DriveDeclaration, FunctionDeclaration, StartConfiguration, UnreadableDeclaration, option_files,
+    DeclarationRecord, DriveDeclaration, FunctionDeclaration, ParsedDeclaration,
+    StartConfiguration, UnreadableDeclaration, option_files,
 };
 use super::declarations::{resolve_function, resolve_path};
 use super::error::{ChangeError, FunctionRegistrationError};
@@ -62,58 +63,74 @@ const RELEASE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// A function that could not be served. The server lists it as failed, and serves its other functions.
 #[derive(Debug)]
 pub(super) struct FailedFunctionRecord {
-    declaration: FailedDeclaration,
+    declared: DeclarationRecord,
+    /// The parsed options; `None` if this release cannot parse them.
+    options: Option<ServerFunctionOptions>,
     entry: FunctionEntry,
 }
 
-/// Declaration of a function that could not be served.
-#[derive(Debug)]
-enum FailedDeclaration {
-    Declared(Box<FunctionDeclaration>),
-    /// A declaration whose options this release cannot parse.
-    Unreadable(Box<UnreadableDeclaration>),
+impl FailedFunctionRecord {
+    fn from_declaration(declaration: &FunctionDeclaration, reason: String) -> Self {
+        let ParsedDeclaration { declared, options } = declaration.clone();
+        Self {
+            entry: failed_entry(&declared, Some(&options), reason),
+            declared,
+            options: Some(options),
+        }
+    }
+
+    fn from_unreadable(unreadable: UnreadableDeclaration) -> Self {
+        let UnreadableDeclaration { declared, error } = unreadable;
+        Self {
+            entry: failed_entry(&declared, None, report::chain(&error)),
+            declared,
+            options: None,
+        }
+    }
+
+    /// Returns the declaration; `None` if this release cannot parse it.
+    fn declaration(&self) -> Option<FunctionDeclaration> {
+        Some(ParsedDeclaration {
+            declared: self.declared.clone(),
+            options: self.options.clone()?,
+        })
+    }
 }
 
-impl FailedDeclaration {
-    fn from_declared(declaration: &FunctionDeclaration) -> Self {
-        Self::Declared(Box::new(declaration.clone()))
+/// Returns the list entry of a function that could not be served.
+fn failed_entry(
+    declared: &DeclarationRecord,
+    options: Option<&ServerFunctionOptions>,
+    reason: String,
+) -> FunctionEntry {
+    let text = &declared.text;
+    let mut socket: PathBuf = text.get("socket").unwrap_or_default().into();
+    let mut drive = text.get("path").unwrap_or_default().to_owned();
+    if let Some(options) = options {
+        socket.clone_from(&options.socket);
+        drive = options.function.path.to_string();
     }
-
-    fn text(&self) -> &OptionText {
-        match self {
-            Self::Declared(declaration) => &declaration.text,
-            Self::Unreadable(other) => &other.text,
-        }
+    let id = text.get("id").map(str::to_owned);
+    FunctionEntry {
+        id: id.unwrap_or_else(|| socket.to_string_lossy().into_owned()),
+        socket,
+        drive,
+        range: None,
+        extents: None,
+        origin: declared.source,
+        limits: String::new(),
+        summary: format!("not offered: {reason}"),
+        pending: None,
+        state: FunctionStatus::Failed { reason },
     }
+}
 
-    fn source(&self) -> DeclarationSource {
-        match self {
-            Self::Declared(declaration) => declaration.source,
-            Self::Unreadable(other) => other.source,
-        }
-    }
-
-    fn to_entry(&self, reason: String) -> FunctionEntry {
-        let text = self.text();
-        let mut socket: PathBuf = text.get("socket").unwrap_or_default().into();
-        let mut drive = text.get("path").unwrap_or_default().to_owned();
-        if let Self::Declared(declaration) = self {
-            socket.clone_from(&declaration.function.socket);
-            drive = declaration.function.function.path.to_string();
-        }
-        let id = text.get("id").map(str::to_owned);
-        FunctionEntry {
-            id: id.unwrap_or_else(|| socket.to_string_lossy().into_owned()),
-            socket,
-            drive,
-            range: None,
-            extents: None,
-            origin: self.source(),
-            limits: String::new(),
-            summary: format!("not offered: {reason}"),
-            pending: None,
-            state: FunctionStatus::Failed { reason },
-        }
+/// Returns the declaration of a function that `nvme-mpt add` added in an earlier run, and whose options this release cannot
+/// parse.
+fn unreadable_added(text: OptionText, error: OptionError) -> UnreadableDeclaration {
+    UnreadableDeclaration {
+        declared: DeclarationRecord::new(DeclarationSource::Added, text),
+        error,
     }
 }
 
@@ -184,7 +201,7 @@ impl FunctionRegistry {
                 match FunctionDeclaration::parse(DeclarationSource::Added, text.clone()) {
                     Ok(declaration) => functions.push(declaration),
                     Err(error) => {
-                        self.record_unreadable(UnreadableDeclaration::from_added(text, error))
+                        self.record_unreadable(unreadable_added(text, error));
                     }
                 }
             }
@@ -251,13 +268,13 @@ impl FunctionRegistry {
             Err(refusal) => refusal.into(),
         };
         let declaration = declaration.map_err(explained)?;
-        declaration.function.function.check_rates()?;
+        declaration.options.function.check_rates()?;
         let place = self.functions.len();
         if let Err(error) = self.serve_all(vec![declaration]) {
             self.close_unused();
             return Err(error);
         }
-        self.functions[place].declaration.text = again;
+        self.functions[place].declaration.declared.text = again;
         if let Err(error) = self.store_added() {
             self.functions.remove(place).end();
             self.close_unused();
@@ -298,13 +315,15 @@ impl FunctionRegistry {
         let RegisteredFunction {
             declaration, entry, ..
         } = &self.functions[place];
-        if let (DeclarationSource::File, Some(file)) = (declaration.source, &self.context.file) {
+        if let (DeclarationSource::File, Some(file)) =
+            (declaration.declared.source, &self.context.file)
+        {
             return Err(ChangeError::Declared {
                 id: entry.id.clone(),
                 file: file.clone(),
             });
         }
-        let is_added = declaration.source == DeclarationSource::Added;
+        let is_added = declaration.declared.source == DeclarationSource::Added;
         if !force {
             self.check_unused(&[place])?;
         }
@@ -388,16 +407,15 @@ impl FunctionRegistry {
         }
         let place = self.find_function(id)?;
         let before = self.functions[place].declaration.clone();
-        change.check(&before.function.function.path)?;
+        change.check(&before.options.function.path)?;
         let declaration = &mut self.functions[place].declaration;
-        let rates = change.apply_to(declaration.function.function.backend.rates);
-        declaration.function.function.backend.rates = rates;
-        declaration.text = given
-            .pairs()
-            .fold(declaration.text.clone(), |text, (key, value)| {
-                text.with_value(key, (value != RateChange::NONE).then_some(value))
-            });
-        if before.source == DeclarationSource::Added
+        let rates = change.apply_to(declaration.options.function.backend.rates);
+        declaration.options.function.backend.rates = rates;
+        let text = declaration.declared.text.clone();
+        declaration.declared.text = given.pairs().fold(text, |text, (key, value)| {
+            text.with_value(key, (value != RateChange::NONE).then_some(value))
+        });
+        if before.declared.source == DeclarationSource::Added
             && let Err(error) = self.store_added()
         {
             self.functions[place].declaration = before;
@@ -436,7 +454,7 @@ impl FunctionRegistry {
             declaration, entry, ..
         } = &self.functions[place];
         let present = entry.extents.as_ref().map_or(0, LeaseExtents::length);
-        let declaration_source = declaration.source;
+        let declaration_source = declaration.declared.source;
         match (declaration_source, &self.context.file) {
             _ if truncate && size.0 < present => self.truncate(place, size)?,
             (DeclarationSource::File, Some(file)) => {
@@ -480,7 +498,7 @@ impl FunctionRegistry {
             id: id.clone(),
             source: Box::new(source),
         };
-        if declaration.function.function.size.is_none() {
+        if declaration.options.function.size.is_none() {
             return Err(failed(OpenError::NoSize));
         }
         self.request_shutdown(place, false)
@@ -493,14 +511,14 @@ impl FunctionRegistry {
         if let Some(failure) = function.end() {
             log::error!("{failure}");
         }
-        let added = declaration.source == DeclarationSource::Added;
+        let added = declaration.declared.source == DeclarationSource::Added;
         let mut smaller = declaration.clone();
         smaller.set_size(size);
-        let options = &declaration.function.function;
+        let options = &declaration.options.function;
         let lease = open::lease_to_truncate(options, &drive, &self.context.ledgers, size);
         let truncated = lease.map_err(&failed).and_then(|lease| {
             if added {
-                self.store_added_with(Some(&smaller.text))?;
+                self.store_added_with(Some(&smaller.declared.text))?;
             }
             let truncated = lease.truncate(size.0).and_then(|_| lease.release());
             truncated.map_err(|source| failed(source.into()))
@@ -508,7 +526,7 @@ impl FunctionRegistry {
         if truncated.is_ok() {
             declaration = smaller;
         }
-        let text = declaration.text.clone();
+        let text = declaration.declared.text.clone();
         let again = self.serve_all(vec![declaration]);
         match (&again, text) {
             (Ok(()), _) => self.functions[place..].rotate_right(1),
@@ -672,7 +690,7 @@ impl FunctionRegistry {
         batch: &[FunctionDeclaration],
     ) -> Result<(), FunctionRegistrationError> {
         let offered = self.try_serve(declaration, batch);
-        offered.map_err(|error| self.explain_error(error, || function_rules(&declaration.function)))
+        offered.map_err(|error| self.explain_error(error, || function_rules(&declaration.options)))
     }
 
     /// If Landlock denied the function a file, names the rule that would allow it in the error.
@@ -690,12 +708,12 @@ impl FunctionRegistry {
         declaration: &FunctionDeclaration,
         batch: &[FunctionDeclaration],
     ) -> Result<(), FunctionRegistrationError> {
-        let socket = &declaration.function.socket;
+        let socket = &declaration.options.socket;
         let mut others = self
             .functions
             .iter()
-            .map(|function| &function.declaration.function);
-        if let Some(error) = others.find_map(|other| find_conflict(&declaration.function, other)) {
+            .map(|function| &function.declaration.options);
+        if let Some(error) = others.find_map(|other| find_conflict(&declaration.options, other)) {
             return Err(error);
         }
         if self
@@ -705,11 +723,11 @@ impl FunctionRegistry {
         {
             return Err(FunctionRegistrationError::SocketTaken(socket.clone()));
         }
-        let sharing = batch.iter().map(|other| &other.function.function);
+        let sharing = batch.iter().map(|other| &other.options.function);
         let persistence = self.context.persistence.as_deref();
         let drive = self
             .drives
-            .open(&declaration.function.function, sharing, persistence)?;
+            .open(&declaration.options.function, sharing, persistence)?;
         let function = RegisteredFunction::new(declaration, drive, &self.context)?;
         if self
             .functions
@@ -735,7 +753,7 @@ impl FunctionRegistry {
         let deadline = clock::monotonic() + RELEASE_TIMEOUT;
         let mut waiting: Vec<&FunctionDeclaration> = functions.iter().collect();
         waiting.sort_by_key(|declaration| {
-            restore_sort_key(self.restore_order(&declaration.function.socket))
+            restore_sort_key(self.restore_order(&declaration.options.socket))
         });
         waiting.retain(|declaration| !self.postpone(declaration, &functions));
         // Sockets of functions that could not be served yet, because the predecessor still has their leases.
@@ -747,7 +765,7 @@ impl FunctionRegistry {
                     return false;
                 };
                 let persistence = self.context.persistence.as_ref();
-                let socket = &declaration.function.socket;
+                let socket = &declaration.options.socket;
                 let is_before = |number| {
                     persistence.is_some_and(|persistence| persistence.is_predecessor(number))
                 };
@@ -761,7 +779,7 @@ impl FunctionRegistry {
                     && (outlasting.contains(socket)
                         || persistence.is_some_and(|persistence| persistence.has_function(socket)));
                 if !waits {
-                    self.record_error(FailedDeclaration::from_declared(declaration), &error);
+                    self.record_error(declaration, &error);
                 }
                 waits
             });
@@ -775,7 +793,7 @@ impl FunctionRegistry {
         // Failed functions are listed in the order of their declaration.
         let sockets = functions
             .iter()
-            .map(|declaration| &declaration.function.socket);
+            .map(|declaration| &declaration.options.socket);
         let places: BTreeMap<&PathBuf, usize> = sockets.zip(0..).collect();
         self.functions
             .sort_by_key(|function| places.get(&function.entry.socket).copied());
@@ -796,7 +814,7 @@ impl FunctionRegistry {
     ) -> bool {
         let ServerFunctionOptions {
             socket, function, ..
-        } = &function_declaration.function;
+        } = &function_declaration.options;
         let Some(persistence) = self.context.persistence.as_deref() else {
             return false;
         };
@@ -806,7 +824,7 @@ impl FunctionRegistry {
         if memory <= BRIEF_PINNING_MAX || !matches!(function.path, DrivePath::Pci(_)) {
             return false;
         }
-        let sharing = batch.iter().map(|other| &other.function.function);
+        let sharing = batch.iter().map(|other| &other.options.function);
         let Ok(drive) = self.drives.open(function, sharing, Some(persistence)) else {
             // The function is not postponed, so that serving it reports this error.
             return false;
@@ -821,12 +839,11 @@ impl FunctionRegistry {
         if memory.saturating_sub(inherited) <= BRIEF_PINNING_MAX {
             return false;
         }
-        let declaration = FailedDeclaration::from_declared(function_declaration);
-        let entry = declaration.to_entry("its memory is being pinned".to_owned());
-        let id = entry.id.as_str();
+        let reason = "its memory is being pinned".to_owned();
+        let postponed = FailedFunctionRecord::from_declaration(function_declaration, reason);
+        let id = postponed.entry.id.as_str();
         log::info!(function = id; "Function {id} is restored after the others, as its memory has to be pinned");
-        self.failed
-            .push(FailedFunctionRecord { declaration, entry });
+        self.failed.push(postponed);
         true
     }
 
@@ -835,25 +852,26 @@ impl FunctionRegistry {
         match FunctionDeclaration::parse(DeclarationSource::Added, text.clone()) {
             Ok(declaration) => {
                 if let Err(error) = self.serve_all(vec![declaration.clone()]) {
-                    self.record_error(FailedDeclaration::from_declared(&declaration), &error);
+                    self.record_error(&declaration, &error);
                 }
             }
-            Err(error) => self.record_unreadable(UnreadableDeclaration::from_added(text, error)),
+            Err(error) => self.record_unreadable(unreadable_added(text, error)),
         }
     }
 
     fn record_unreadable(&mut self, function: UnreadableDeclaration) {
         let reason = report::chain(&function.error);
-        self.record_failure(FailedDeclaration::Unreadable(Box::new(function)), reason);
+        self.record_failure(FailedFunctionRecord::from_unreadable(function), &reason);
     }
 
-    fn record_error(&mut self, declaration: FailedDeclaration, error: &dyn Error) {
-        self.record_failure(declaration, report::chain(error));
+    fn record_error(&mut self, declaration: &FunctionDeclaration, error: &dyn Error) {
+        let reason = report::chain(error);
+        let failed = FailedFunctionRecord::from_declaration(declaration, reason.clone());
+        self.record_failure(failed, &reason);
     }
 
-    fn record_failure(&mut self, declaration: FailedDeclaration, reason: String) {
-        let entry = declaration.to_entry(reason.clone());
-        let (id, socket) = (entry.id.as_str(), &entry.socket);
+    fn record_failure(&mut self, failed: FailedFunctionRecord, reason: &str) {
+        let (id, socket) = (failed.entry.id.as_str(), &failed.entry.socket);
         let persistence = self.context.persistence.as_ref();
         match persistence.is_some_and(|persistence| persistence.has_function(socket)) {
             true => log::error!(
@@ -864,8 +882,7 @@ impl FunctionRegistry {
             // The predecessor did not serve this function, so no VM waits for it.
             false => log::error!(function = id; "Function {id} cannot be offered: {reason}"),
         }
-        self.failed
-            .push(FailedFunctionRecord { declaration, entry });
+        self.failed.push(failed);
     }
 
     /// Returns whether VMs wait for failed functions: the predecessor served them.
@@ -906,19 +923,18 @@ impl FunctionRegistry {
         let Some(place) = failed.position(|failed| failed.entry.socket == *socket) else {
             return;
         };
-        let FailedDeclaration::Declared(declaration) = &self.failed[place].declaration else {
+        let Some(declaration) = self.failed[place].declaration() else {
             return;
         };
-        let declaration = declaration.clone();
         let mut failed = self.failed.remove(place);
         let id = failed.entry.id.clone();
-        let offered = self.serve(&declaration, std::slice::from_ref(&*declaration));
+        let offered = self.serve(&declaration, std::slice::from_ref(&declaration));
         if let Err(error) = offered {
             let reason = report::chain(&error);
             let known = matches!(&failed.entry.state, FunctionStatus::Failed { reason: known } if *known == reason);
             if !known {
                 log::error!(function = id.as_str(); "Function {id} cannot be offered yet: {reason}");
-                failed.entry = failed.declaration.to_entry(reason);
+                failed = FailedFunctionRecord::from_declaration(&declaration, reason);
             }
             self.failed.push(failed);
             if known {
@@ -965,9 +981,9 @@ impl FunctionRegistry {
     /// Opens declared drives, which stay open even without functions.
     pub(super) fn open_held(&mut self, drives: Vec<DriveDeclaration>) -> Result<(), ChangeError> {
         for mut declaration in drives {
-            let options = &mut declaration.parsed.value.drive;
+            let options = &mut declaration.options.drive;
             options.path = resolve_path(&options.path);
-            let function = &declaration.parsed.value.drive;
+            let function = &declaration.options.drive;
             let persistence = self.context.persistence.as_deref();
             let drive = self
                 .drives
@@ -990,10 +1006,10 @@ impl FunctionRegistry {
     pub(super) fn release_held(&mut self, source: DeclarationSource) -> Vec<DeclaredDrive> {
         let (released, held) = std::mem::take(&mut self.held_drives)
             .into_iter()
-            .partition(|held| held.declaration.source == source);
+            .partition(|held| held.declaration.declared.source == source);
         self.held_drives = held;
         self.missing_drives
-            .retain(|missing| missing.source != source);
+            .retain(|missing| missing.declared.source != source);
         released
     }
 
@@ -1028,14 +1044,12 @@ impl FunctionRegistry {
         functions: impl Iterator<Item = &'a RegisteredFunction>,
         other: Option<&'a OptionText>,
     ) -> Result<(), ChangeError> {
-        let functions = functions.map(|function| &function.declaration);
-        let added = functions
-            .filter(|function_declaration| function_declaration.source == DeclarationSource::Added);
-        let added = added.map(|function_declaration| &function_declaration.text);
-        let failed = self.failed.iter().map(|failed| &failed.declaration);
-        let failed = failed.filter(|declaration| declaration.source() == DeclarationSource::Added);
-        let failed = failed.map(FailedDeclaration::text);
-        Ok(self.context.added.write(added.chain(failed).chain(other))?)
+        let functions = functions.map(|function| &function.declaration.declared);
+        let failed = self.failed.iter().map(|failed| &failed.declared);
+        let added = functions.chain(failed);
+        let added = added.filter(|declared| declared.source == DeclarationSource::Added);
+        let added = added.map(|declared| &declared.text);
+        Ok(self.context.added.write(added.chain(other))?)
     }
 
     /// Stores the current configuration for the next server.
@@ -1043,21 +1057,17 @@ impl FunctionRegistry {
         let Some(persistence) = &self.context.persistence else {
             return;
         };
-        let functions = self.functions.iter().map(|function| &function.declaration);
-        let failed = self.failed.iter().map(|failed| &failed.declaration);
-        let of_failed = failed.clone().filter_map(|declaration| match declaration {
-            FailedDeclaration::Declared(function_declaration) => Some(&**function_declaration),
-            FailedDeclaration::Unreadable(_) => None,
-        });
-        let unreadable = failed.filter_map(|declaration| match declaration {
-            FailedDeclaration::Unreadable(other) => Some(&**other),
-            FailedDeclaration::Declared(_) => None,
+        let functions = self.functions.iter();
+        let functions = functions.map(|function| function.declaration.to_resolved());
+        let failed = self.failed.iter().map(|failed| match failed.declaration() {
+            Some(declaration) => declaration.to_resolved(),
+            None => failed.declared.clone(),
         });
         let held = self.held_drives.iter().map(|held| &held.declaration);
+        let held = held.chain(&self.missing_drives);
         let encoded = stored_configuration::encode(
-            functions.chain(of_failed),
-            unreadable,
-            held.chain(&self.missing_drives),
+            functions.chain(failed).collect(),
+            held.map(DriveDeclaration::to_resolved).collect(),
             &self.context.rules,
         );
         match encoded {
@@ -1118,24 +1128,21 @@ impl FunctionRegistry {
     /// Returns what this server has of the configuration file, for comparison with the present file: the functions, also those
     /// that failed, and the drives to keep open, also those that could not be opened.
     fn running_configuration(&self) -> RunningConfiguration {
-        let of_file = |function_declaration: &&FunctionDeclaration| {
-            function_declaration.source == DeclarationSource::File
-        };
+        let is_of_file = |declared: &DeclarationRecord| declared.source == DeclarationSource::File;
         let offered = self.functions.iter().map(|function| &function.declaration);
-        let failed = self.failed.iter().map(|failed| &failed.declaration);
-        let failed = failed.filter_map(|declaration| match declaration {
-            FailedDeclaration::Declared(function_declaration) => Some(&**function_declaration),
-            FailedDeclaration::Unreadable(_) => None,
-        });
+        let offered = offered.filter(|offered| is_of_file(&offered.declared));
+        let failed = self.failed.iter();
+        let failed = failed.filter(|failed| is_of_file(&failed.declared));
+        let failed = failed.filter_map(FailedFunctionRecord::declaration);
         let held = self.held_drives.iter().map(|held| &held.declaration);
         let held = held.chain(&self.missing_drives);
         RunningConfiguration {
             file: self.context.file.clone(),
             data: self.context.data,
-            functions: offered.chain(failed).filter(of_file).cloned().collect(),
+            functions: offered.cloned().chain(failed).collect(),
             drives: held
-                .filter(|held| held.source == DeclarationSource::File)
-                .map(|held| held.parsed.value.clone())
+                .filter(|held| is_of_file(&held.declared))
+                .map(|held| held.options.clone())
                 .collect(),
         }
     }
@@ -1208,7 +1215,7 @@ pub(super) fn function_error(
     source: FunctionRegistrationError,
 ) -> ChangeError {
     ChangeError::Function {
-        socket: declaration.function.socket.clone(),
+        socket: declaration.options.socket.clone(),
         source,
     }
 }

@@ -36,10 +36,10 @@ impl FunctionRegistry {
         let mut limited = Vec::new();
         let mut grown = Vec::new();
         for (place, registered_function) in self.functions.iter().enumerate() {
-            if registered_function.declaration.source != DeclarationSource::File {
+            if registered_function.declaration.declared.source != DeclarationSource::File {
                 continue;
             }
-            let present = &registered_function.declaration.function;
+            let present = &registered_function.declaration.options;
             let rates = present.function.backend.rates;
             let stays = wanted.iter().position(|other| other.is_same_as(present));
             let Some(stays) = stays.filter(|_| !registered_function.is_quarantined()) else {
@@ -48,21 +48,16 @@ impl FunctionRegistry {
             };
             let stays = wanted.remove(stays);
             // A reload never shrinks a lease.
-            let requested_size = stays.function.function.size;
+            let requested_size = stays.options.function.size;
             let larger = requested_size.filter(|size| registered_function.needs_growth(*size));
             grown.extend(larger.map(|size| (place, size)));
-            if stays.function.function.backend.rates != rates {
+            if stays.options.function.backend.rates != rates {
                 reloaded.limited.push(registered_function.entry.id.clone());
                 limited.push(stays);
             } else if larger.is_none() {
                 reloaded.unchanged += 1;
             }
         }
-        let drive = |given| DriveDeclaration {
-            source: DeclarationSource::File,
-            parsed: given,
-        };
-        let drives: Vec<DriveDeclaration> = drives.into_iter().map(drive).collect();
         let abandoned = self.find_abandoned(&going, &wanted, &drives);
         if !force && !abandoned.is_empty() {
             return Err(ChangeError::Abandoned(abandoned));
@@ -76,7 +71,7 @@ impl FunctionRegistry {
         }
         for place in &going {
             let RegisteredFunction { entry, .. } = &self.functions[*place];
-            let again = wanted.iter().any(|new| new.function.socket == entry.socket);
+            let again = wanted.iter().any(|new| new.options.socket == entry.socket);
             let names = match again {
                 true => &mut reloaded.changed,
                 false => &mut reloaded.removed,
@@ -86,7 +81,7 @@ impl FunctionRegistry {
         let functions = self.remove_functions(&going, force)?;
         let sockets: Vec<PathBuf> = functions
             .iter()
-            .map(|declaration| declaration.function.socket.clone())
+            .map(|declaration| declaration.options.socket.clone())
             .collect();
         let held = self.release_held(DeclarationSource::File);
         let failed = self.take_failed(DeclarationSource::File);
@@ -107,12 +102,13 @@ impl FunctionRegistry {
         }
         self.close_unused();
         for declaration in limited {
-            let function = &declaration.function;
+            let function = &declaration.options;
             let same = |registered_function: &&mut RegisteredFunction| {
                 registered_function.entry.socket == function.socket
             };
             if let Some(registered_function) = self.functions.iter_mut().find(same) {
-                registered_function.declaration.text = declaration.text.clone();
+                let text = declaration.declared.text.clone();
+                registered_function.declaration.declared.text = text;
                 registered_function.set_rates(function.function.backend.rates);
             }
         }
@@ -134,10 +130,10 @@ impl FunctionRegistry {
         wanted: &[FunctionDeclaration],
         drives: &[DriveDeclaration],
     ) -> Vec<String> {
-        let drives = drives.iter().map(|held| &held.parsed.value.drive);
+        let drives = drives.iter().map(|held| &held.options.drive);
         let functions = wanted
             .iter()
-            .map(|declaration| &declaration.function.function);
+            .map(|declaration| &declaration.options.function);
         let named = drives.chain(functions).map(|options| &options.path);
         let named: Vec<DrivePath> = named.map(resolve_path).collect();
         let registered_functions = self.functions.iter().enumerate();
@@ -146,7 +142,7 @@ impl FunctionRegistry {
         let held = self
             .held_drives
             .iter()
-            .filter(|held| held.declaration.source != DeclarationSource::File);
+            .filter(|held| held.declaration.declared.source != DeclarationSource::File);
         let used_drives: Vec<&Arc<Drive>> = drives.chain(held.map(|held| &held.drive)).collect();
         let stays = |path: &DrivePath, drive: &Drive| {
             let shares_controller = |used: &&Arc<Drive>| used.shares_controller_with(drive);
@@ -165,11 +161,12 @@ impl FunctionRegistry {
     /// Checks that each socket and id in the file is unique, within the file and among the server's other functions.
     fn check_conflicts(&self, wanted: &[FunctionDeclaration]) -> Result<(), ChangeError> {
         let others = self.functions.iter().map(|function| &function.declaration);
-        let others = others.filter(|declaration| declaration.source != DeclarationSource::File);
+        let others =
+            others.filter(|declaration| declaration.declared.source != DeclarationSource::File);
         for (place, new) in wanted.iter().enumerate() {
             let mut others = others.clone().chain(&wanted[..place]);
             if let Some(source) =
-                others.find_map(|other| find_conflict(&new.function, &other.function))
+                others.find_map(|other| find_conflict(&new.options, &other.options))
             {
                 return Err(function_error(new, source));
             }

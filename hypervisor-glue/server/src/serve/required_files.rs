@@ -56,21 +56,21 @@ pub(super) fn server_rules(
     needed.extend(
         functions
             .iter()
-            .flat_map(|given| function_rules(&given.value)),
+            .flat_map(|given| function_rules(&given.options)),
     );
     needed.extend(
         drives
             .iter()
-            .flat_map(|given| drive_rules(&given.value.drive)),
+            .flat_map(|given| drive_rules(&given.options.drive)),
     );
     needed.extend(described.iter().map(|path| option_file_rule(path)));
     for function in &configuration.functions {
-        needed.extend(function_rules(&function.function));
-        let described = option_files(&function.text);
+        needed.extend(function_rules(&function.options));
+        let described = option_files(&function.declared.text);
         needed.extend(described.iter().map(|path| option_file_rule(path)));
     }
     let held = configuration.drives.iter();
-    needed.extend(held.flat_map(|held| drive_rules(&held.parsed.value.drive)));
+    needed.extend(held.flat_map(|held| drive_rules(&held.options.drive)));
 
     let mut rules = confinement.rules.clone();
     rules.extend(configuration.rules.iter().cloned());
@@ -84,9 +84,9 @@ pub(super) fn server_rules(
         // functions get rules, too. The file may be invalid by now, which is no error here.
         if let Ok(file) = ConfigFileContents::read(&file) {
             let functions = file.functions.iter();
-            needed.extend(functions.flat_map(|declaration| function_rules(&declaration.function)));
+            needed.extend(functions.flat_map(|declaration| function_rules(&declaration.options)));
             let drives = file.drives.iter();
-            needed.extend(drives.flat_map(|given| drive_rules(&given.value.drive)));
+            needed.extend(drives.flat_map(|given| drive_rules(&given.options.drive)));
             needed.extend(file.option_files.iter().map(|path| option_file_rule(path)));
             let known = configuration.rules.iter();
             let is_known = |rule: &FileRule| known.clone().any(|other| other == rule);

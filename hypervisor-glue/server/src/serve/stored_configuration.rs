@@ -4,16 +4,14 @@
 //! upgrade or a restart after a crash replaces only the program, and `nvme-mpt reload` applies changes of the file. The
 //! supervisor holds the configuration. The server stores it after each change, and deletes it at an orderly end.
 
-use nvme_lease::range::ByteRange;
-use nvme_mpt_vmm::options::{OptionError, OptionText};
+use nvme_mpt_vmm::options::OptionError;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::declarations::{
-    AssignedLease, DriveDeclaration, FileContents, FunctionDeclaration, ParsedDeclaration,
-    StartConfiguration, UnreadableDeclaration,
+    DeclarationRecord, DriveDeclaration, FunctionDeclaration, StartConfiguration,
+    UnreadableDeclaration,
 };
-use crate::change::DeclarationSource;
 use crate::confinement::FileRule;
 
 /// Format version of the stored configuration.
@@ -41,75 +39,22 @@ pub enum StoredConfigurationError {
 struct StoredConfiguration {
     #[serde(rename = "configuration")]
     version: u32,
-    functions: Vec<StoredFunction>,
-    drives: Vec<StoredDrive>,
+    functions: Vec<DeclarationRecord>,
+    drives: Vec<DeclarationRecord>,
     /// Landlock rules of the file.
     rules: Vec<String>,
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct StoredFunction {
-    origin: DeclarationSource,
-    options: String,
-    #[serde(default, skip_serializing_if = "FileContents::is_empty")]
-    files: FileContents,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    lease: Option<StoredLease>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct StoredLease {
-    id: String,
-    range: ByteRange,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct StoredDrive {
-    origin: DeclarationSource,
-    options: String,
-    #[serde(default, skip_serializing_if = "FileContents::is_empty")]
-    files: FileContents,
-}
-
 /// Encodes the configuration to store.
-pub(super) fn encode<'a>(
-    functions: impl Iterator<Item = &'a FunctionDeclaration>,
-    unreadable: impl Iterator<Item = &'a UnreadableDeclaration>,
-    drives: impl Iterator<Item = &'a DriveDeclaration>,
+pub(super) fn encode(
+    functions: Vec<DeclarationRecord>,
+    drives: Vec<DeclarationRecord>,
     rules: &[FileRule],
 ) -> Result<Vec<u8>, StoredConfigurationError> {
-    let functions = functions.map(|declaration| StoredFunction {
-        origin: declaration.source,
-        options: declaration.to_resolved_text().to_string(),
-        files: declaration.files.clone(),
-        lease: declaration
-            .lease
-            .clone()
-            .map(|AssignedLease { id, range }| StoredLease { id, range }),
-    });
-    let unreadable = unreadable.map(|other| StoredFunction {
-        origin: other.source,
-        options: other.text.to_string(),
-        files: other.files.clone(),
-        lease: None,
-    });
-    let drives = drives.map(
-        |DriveDeclaration {
-             source: origin,
-             parsed: given,
-         }| StoredDrive {
-            origin: *origin,
-            options: given.to_resolved_text().to_string(),
-            files: given.files.clone(),
-        },
-    );
     let state = StoredConfiguration {
         version: VERSION,
-        functions: functions.chain(unreadable).collect(),
-        drives: drives.collect(),
+        functions,
+        drives,
         rules: rules.iter().filter_map(FileRule::to_options).collect(),
     };
     Ok(serde_json::to_vec(&state)?)
@@ -136,40 +81,17 @@ pub(super) fn decode(bytes: &[u8]) -> Result<StartConfiguration, StoredConfigura
         is_restored: true,
         ..StartConfiguration::default()
     };
-    for StoredFunction {
-        origin,
-        options,
-        files,
-        lease,
-    } in functions
-    {
-        let text: OptionText = options.parse()?;
-        let given = ParsedDeclaration::with_files(text.clone(), files.clone());
-        match given {
-            Ok(given) => configuration.functions.push(FunctionDeclaration {
-                lease: lease.map(|StoredLease { id, range }| AssignedLease { id, range }),
-                ..FunctionDeclaration::from_parsed(origin, given)
-            }),
-            Err(error) => configuration.unreadable.push(UnreadableDeclaration {
-                source: origin,
-                text,
-                files,
-                error,
-            }),
+    for declared in functions {
+        match FunctionDeclaration::from_declared(declared.clone()) {
+            Ok(function) => configuration.functions.push(function),
+            Err(error) => {
+                let unreadable = UnreadableDeclaration { declared, error };
+                configuration.unreadable.push(unreadable);
+            }
         }
     }
-    for StoredDrive {
-        origin,
-        options,
-        files,
-    } in drives
-    {
-        let given = ParsedDeclaration::with_files(options.parse()?, files)?;
-        configuration.drives.push(DriveDeclaration {
-            source: origin,
-            parsed: given,
-        });
-    }
+    let drives = drives.into_iter().map(DriveDeclaration::from_declared);
+    configuration.drives = drives.collect::<Result<_, _>>()?;
     let rules = rules.iter().map(|rule| rule.parse());
     configuration.rules = rules.collect::<Result<_, _>>()?;
     Ok(configuration)
@@ -179,7 +101,11 @@ pub(super) fn decode(bytes: &[u8]) -> Result<StartConfiguration, StoredConfigura
 mod tests {
     use std::fs;
 
+    use nvme_lease::range::ByteRange;
+
+    use super::super::declarations::AssignedLease;
     use super::*;
+    use crate::change::DeclarationSource;
     use crate::confinement::FileAccess;
 
     fn round_trip(configuration: &StartConfiguration) -> StartConfiguration {
@@ -190,7 +116,11 @@ mod tests {
             rules,
             ..
         } = configuration;
-        let bytes = encode(functions.iter(), unreadable.iter(), drives.iter(), rules).unwrap();
+        let functions = functions.iter().map(FunctionDeclaration::to_resolved);
+        let unreadable = unreadable.iter().map(|other| other.declared.clone());
+        let functions = functions.chain(unreadable).collect();
+        let drives = drives.iter().map(DriveDeclaration::to_resolved).collect();
+        let bytes = encode(functions, drives, rules).unwrap();
         decode(&bytes).unwrap()
     }
 
@@ -212,18 +142,16 @@ mod tests {
             |text: &str| FunctionDeclaration::parse(DeclarationSource::File, text.parse().unwrap());
         let first = read(&function).unwrap();
         let mut second = read("socket=/run/b.sock,path=/srv/b.img").unwrap();
-        second.source = DeclarationSource::CommandLine;
-        second.lease = Some(AssignedLease {
+        second.declared.source = DeclarationSource::CommandLine;
+        second.declared.lease = Some(AssignedLease {
             id: "b".to_owned(),
             range: ByteRange::new(0, 1 << 20).unwrap(),
         });
-        let drive = ParsedDeclaration::parse("path=memory:2G,lba=4096".parse().unwrap()).unwrap();
+        let drive = "path=memory:2G,lba=4096".parse().unwrap();
+        let drive = DriveDeclaration::parse(DeclarationSource::File, drive).unwrap();
         let configuration = StartConfiguration {
             functions: vec![first, second],
-            drives: vec![DriveDeclaration {
-                source: DeclarationSource::File,
-                parsed: drive,
-            }],
+            drives: vec![drive],
             rules: vec![FileRule::new("/srv", FileAccess::WRITE)],
             ..StartConfiguration::default()
         };
@@ -249,9 +177,15 @@ mod tests {
             {"origin":"added","options":"socket=/b,path=memory:1G"}],"drives":[],"rules":[]}"#;
         let configuration = decode(bytes).unwrap();
         assert_eq!(configuration.functions.len(), 1);
-        assert_eq!(configuration.unreadable[0].text.get("socket"), Some("/a"));
+        assert_eq!(
+            configuration.unreadable[0].declared.text.get("socket"),
+            Some("/a")
+        );
         let next = round_trip(&configuration);
-        assert_eq!(next.unreadable[0].text, configuration.unreadable[0].text);
+        assert_eq!(
+            next.unreadable[0].declared,
+            configuration.unreadable[0].declared
+        );
         let later = br#"{"configuration":2,"functions":5}"#;
         assert!(matches!(
             decode(later),

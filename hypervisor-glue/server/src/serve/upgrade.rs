@@ -80,7 +80,7 @@ impl FunctionRegistry {
                 let function = &self.functions[place];
                 UpgradeError::Function {
                     id: function.entry.id.clone(),
-                    drive: function.declaration.function.function.path.to_string(),
+                    drive: function.declaration.options.function.path.to_string(),
                     reason,
                 }
             })?;
@@ -127,7 +127,7 @@ impl FunctionRegistry {
             None => self.check_leases(),
             Some(function) => Err(UpgradeError::Function {
                 id: function.entry.id.clone(),
-                drive: function.declaration.function.function.path.to_string(),
+                drive: function.declaration.options.function.path.to_string(),
                 reason: format!("it has had commands in flight for over {CHECK_TIMEOUT:?}"),
             }),
         }
@@ -146,7 +146,7 @@ impl FunctionRegistry {
     fn can_restore_beside(&self) -> bool {
         let mut functions = self.functions.iter();
         let mut drives = self.drives.controllers().into_iter();
-        functions.all(|function| can_outlive_process(&function.declaration.function.function))
+        functions.all(|function| can_outlive_process(&function.declaration.options.function))
             && drives.all(|drive| drive.controller().can_open_concurrently())
     }
 

@@ -8,11 +8,13 @@ use std::fmt;
 use std::iter::Peekable;
 use std::str::{Chars, FromStr};
 
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
 use super::error::OptionError;
 
 /// An option string whose values are not parsed yet. Keys are unique, and values are not empty.
 ///
-/// Functions and drives are stored in files and sent to servers in this form. `Display` writes the option string.
+/// Functions and drives are stored in files and sent to servers in this form. `Display` and serde write the option string.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OptionText(Vec<(String, String)>);
 
@@ -165,6 +167,19 @@ impl fmt::Display for OptionText {
             }
         }
         Ok(())
+    }
+}
+
+impl Serialize for OptionText {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for OptionText {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map_err(de::Error::custom)
     }
 }
 

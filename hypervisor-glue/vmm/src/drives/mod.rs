@@ -1,7 +1,7 @@
 //! Drives by path: opened once in a process, and leased in parts.
 //!
 //! To add a kind of drive, add a variant of [`DrivePath`], its conversions from and to text, and the code that opens the drive.
-//! `options/function.rs` refuses options that do not apply to a kind.
+//! `options/option_table.rs` says which kinds refuse an option.
 
 mod drive_options;
 mod open_controllers;

@@ -142,7 +142,7 @@ impl FunctionOptions {
         }
     }
 
-    /// Refuses options that contradict each other, or that do not apply to the kind of drive.
+    /// Refuses options that contradict each other, and adaptive policies that the kind of drive does not have.
     pub(super) fn check(&self) -> Result<(), OptionError> {
         if self.backend.memory == MemoryKinds::Any
             && !matches!(self.path, DrivePath::Pci(_))
@@ -166,18 +166,43 @@ impl FunctionOptions {
             });
         }
         self.check_size()?;
-        match self.inapplicable_option() {
-            None if self.reserve > self.queue_pairs() => Err(OptionError::Value {
+        self.check_policies()?;
+        match self.queue_pairs() {
+            pairs if self.reserve > pairs => Err(OptionError::Value {
                 key: "reserve",
                 value: self.reserve.to_string(),
                 source: format!(
-                    "The function has {} I/O queue pairs: reserve at most that, or raise queues=",
-                    self.queue_pairs()
+                    "The function has {pairs} I/O queue pairs: reserve at most that, or raise queues="
                 )
                 .into(),
             }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses fixed adaptive policies that the kind of drive does not have.
+    fn check_policies(&self) -> Result<(), OptionError> {
+        let AdaptivePolicies {
+            governor,
+            budget,
+            slices,
+            ..
+        } = self.backend.adaptive;
+        let is_sliced = matches!(self.path, DrivePath::File(_)) && !self.is_key_value();
+        let is_physical = matches!(self.path, DrivePath::Pci(_));
+        let why_sliced = "only the blocks of a file or block device are deallocated in slices";
+        let why_physical = "only a physical drive has queue pairs that guests share, and an IOMMU";
+        let policies = [
+            ("fixed=slices", slices, is_sliced, why_sliced),
+            ("fixed=governor", governor, is_physical, why_physical),
+            ("fixed=budget", budget, is_physical, why_physical),
+        ];
+        let mut policies = policies.into_iter();
+        let refused =
+            policies.find(|(_, choice, applies, _)| *choice == PolicyChoice::Fixed && !applies);
+        match refused {
             None => Ok(()),
-            Some((key, why)) => Err(OptionError::NotApplicable {
+            Some((key, _, _, why)) => Err(OptionError::NotApplicable {
                 key,
                 path: self.path.clone(),
                 why,
@@ -239,91 +264,5 @@ impl FunctionOptions {
     /// Returns whether the drive is a key-value drive.
     pub(crate) fn is_key_value(&self) -> bool {
         matches!(self.drive.profile.as_deref(), Some(DriveProfile::Kv(_)))
-    }
-
-    /// Returns the key of an option that is given and does not apply to the kind of drive, with the reason; `None` if all
-    /// options apply.
-    fn inapplicable_option(&self) -> Option<(&'static str, &'static str)> {
-        let is_sliced = matches!(self.path, DrivePath::File(_)) && !self.is_key_value();
-        if self.backend.adaptive.slices == PolicyChoice::Fixed && !is_sliced {
-            let why = "only the blocks of a file or block device are deallocated in slices";
-            return Some(("fixed=slices", why));
-        }
-        if self.is_raw && !matches!(self.path, DrivePath::File(_)) {
-            let why = "only a file or block device of the host can be a disk image";
-            return Some(("format", why));
-        }
-        let is_keys = self.is_key_value();
-        if self.drive.name.is_some() && (is_keys || !matches!(self.path, DrivePath::File(_))) {
-            let why = "only the blocks of a file or block device have a label, which tells them from others";
-            return Some(("drive-id", why));
-        }
-        let takes_memory = matches!(self.path, DrivePath::Memory(_)) && !self.is_key_value();
-        if self.drive.populate.is_some() && !takes_memory {
-            let why = "only the blocks of a drive in memory, as in path=memory:4G, take memory of the host";
-            return Some(("populate", why));
-        }
-        if matches!(self.path, DrivePath::Memory(_) | DrivePath::Null(_))
-            && self.reconnect.is_some()
-        {
-            let why = "no server has it: it is in the memory of the process that opens it";
-            return Some(("reconnect", why));
-        }
-        if matches!(self.path, DrivePath::Pci(_)) {
-            let why = "the logical blocks of a physical drive are as it was formatted";
-            let lba = self.drive.lba.map(|_| ("lba", why));
-            let why = "a physical drive has its own timing";
-            let profile = self.drive.profile.as_ref().map(|_| ("profile", why));
-            let why = "faults can be injected into software drives only";
-            let faults = self.drive.faults.as_ref().map(|_| ("faults", why));
-            let why = "it pins the memory of all its VMs, so that page faults that wait would hold up others";
-            let memory = (self.backend.memory == MemoryKinds::Any).then_some(("memory", why));
-            return lba.or(profile).or(faults).or(memory);
-        }
-        if let Some(DriveProfile::Kv(_)) = self.drive.profile.as_deref() {
-            let why = "a drive of keys and values has no logical blocks";
-            let lba = self.drive.lba.map(|_| ("lba", why));
-            let why = "faults are declared for logical blocks, which a drive of keys and values does not have";
-            let faults = self.drive.faults.as_ref().map(|_| ("faults", why));
-            if let Some(meaningless) = lba.or(faults) {
-                return Some(meaningless);
-            }
-        }
-        let why = "only a physical drive has queue pairs that guests share, and an IOMMU";
-        let AdaptivePolicies {
-            governor, budget, ..
-        } = self.backend.adaptive;
-        let fixed = [(governor, "fixed=governor"), (budget, "fixed=budget")];
-        let fixed = fixed
-            .iter()
-            .find(|(choice, _)| *choice == PolicyChoice::Fixed);
-        let fixed = fixed.map(|(_, key)| (*key, why));
-        let namespace = self.drive.namespace.map(|_| {
-            let why = "only a physical drive, as in path=0000:01:00.0, has more than one";
-            ("namespace", why)
-        });
-        let is_in_memory = matches!(self.path, DrivePath::Null(_) | DrivePath::Memory(_));
-        let timeout = self.drive.timeout.filter(|_| is_in_memory).map(|_| {
-            let why = "its commands are executed in memory by this process, and cannot hang";
-            ("timeout", why)
-        });
-        let reserve = (self.reserve > 0).then(|| {
-            let why =
-                "only a physical drive, as in path=0000:01:00.0, has a bound on its queue pairs";
-            ("reserve", why)
-        });
-        let arbitration = self.drive.arbitration.map(|_| {
-            let why = "only a physical drive, as in path=0000:01:00.0, has an arbitration between its queues";
-            ("arbitration", why)
-        });
-        let weight = self
-            .backend
-            .rates
-            .weight
-            .map(|_| ("weight", NO_WEIGHT_REASON));
-        let why = "only a physical drive, as in path=0000:01:00.0, pins the memory of its VMs";
-        let memory_limit = self.backend.memory_limit.map(|_| ("memory-limit", why));
-        let of_drive = fixed.or(namespace).or(timeout).or(reserve);
-        of_drive.or(arbitration).or(weight).or(memory_limit)
     }
 }

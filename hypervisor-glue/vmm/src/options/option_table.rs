@@ -1,5 +1,6 @@
-//! Table of all options of a function: for each its key, its help, its parser, and the field of [`FunctionOptions`] that it
-//! sets. Option strings, files, a VMM's configuration, error messages and help texts all come from this table.
+//! Table of all options of a function: for each its key, its help, its parser, the field of [`FunctionOptions`] that it sets,
+//! and the kinds of drives that refuse it. Option strings, files, a VMM's configuration, error messages and help texts all come
+//! from this table.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -7,6 +8,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_guest::MemoryKinds;
 use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
 use nvme_guest::rate_limit::RateLimit;
 use nvme_layers::faults::FaultPlan;
@@ -15,7 +17,7 @@ use nvme_models::DriveProfile;
 use nvme_spec::ids::Nsid;
 
 use super::error::OptionError;
-use super::function::FunctionOptions;
+use super::function::{FunctionOptions, NO_WEIGHT_REASON};
 use super::option_text::OptionText;
 use crate::drives::{DrivePath, LbaSize};
 
@@ -66,7 +68,12 @@ pub struct FunctionOption {
     pub(super) number: Option<NumberParser>,
     /// For an option that may name a file: returns whether a value does.
     names_file: Option<fn(&str) -> bool>,
+    /// Functions for which the option is refused if it is given, each with the reason.
+    refusals: &'static [(OptionCondition, &'static str)],
 }
+
+/// Condition on the options of a function.
+type OptionCondition = fn(&FunctionOptions) -> bool;
 
 impl FunctionOption {
     const fn of(self, scope: OptionScope) -> Self {
@@ -76,6 +83,10 @@ impl FunctionOption {
     const fn with_number(self, number: NumberParser) -> Self {
         let number = Some(number);
         Self { number, ..self }
+    }
+
+    const fn refused_for(self, refusals: &'static [(OptionCondition, &'static str)]) -> Self {
+        Self { refusals, ..self }
     }
 
     const fn with_file(self, names_file: fn(&str) -> bool) -> Self {
@@ -96,6 +107,7 @@ const fn option(
         set,
         number: None,
         names_file: None,
+        refusals: &[],
     }
 }
 
@@ -172,7 +184,11 @@ so not with doorbells=mapped or trap [default: 16]",
 of queues= [default: 0]",
         |options, text| put(&mut options.reserve, text.parse()),
     )
-    .with_number(parse_number),
+    .with_number(parse_number)
+    .refused_for(&[(
+        |options| options.reserve > 0 && is_software(options),
+        "only a physical drive, as in path=0000:01:00.0, has a bound on its queue pairs",
+    )]),
     option(
         "mdts",
         "SIZE",
@@ -229,14 +245,22 @@ slices, looks [default: all of it adapts]",
         "files that may hold the guest's memory: resident (memfd, tmpfs, hugetlbfs), or any, whose
 page faults may wait; any needs poll=dedicated [default: resident]",
         |options, text| put(&mut options.backend.memory, text.parse()),
-    ),
+    )
+    .refused_for(&[(
+        |options| options.backend.memory == MemoryKinds::Any && is_physical(options),
+        "it pins the memory of all its VMs, so that page faults that wait would hold up others",
+    )]),
     option(
         "memory-limit",
         "SIZE",
         "most bytes of the guest's memory that are mapped for a physical drive, which pins them,
 as in 17G; memory counts as often as it is mapped [default: the memory of the host]",
         |options, text| give(&mut options.backend.memory_limit, parse_memory_limit(text)),
-    ),
+    )
+    .refused_for(&[(
+        is_software,
+        "only a physical drive, as in path=0000:01:00.0, pins the memory of its VMs",
+    )]),
     option(
         "iops",
         "NUMBER[+BURST]",
@@ -258,7 +282,8 @@ in 20000+500 [default: no limit; BURST: those of 10 ms]",
 with 300 gets three times as much as one with 100 [default: 100]",
         |options, text| give(&mut options.backend.rates.weight, text.parse()),
     )
-    .with_number(parse_number),
+    .with_number(parse_number)
+    .refused_for(&[(is_software, NO_WEIGHT_REASON)]),
     option(
         "data",
         "keep|wipe",
@@ -280,7 +305,17 @@ with 300 gets three times as much as one with 100 [default: 100]",
         |options, text| give(&mut options.drive.lba, text.parse()),
     )
     .of(OptionScope::Drive)
-    .with_number(|text| Ok(Some(text.parse::<LbaSize>()?.bytes().into()))),
+    .with_number(|text| Ok(Some(text.parse::<LbaSize>()?.bytes().into())))
+    .refused_for(&[
+        (
+            is_physical,
+            "the logical blocks of a physical drive are as it was formatted",
+        ),
+        (
+            FunctionOptions::is_key_value,
+            "a drive of keys and values has no logical blocks",
+        ),
+    ]),
     option(
         "drive-id",
         "NAME",
@@ -288,7 +323,11 @@ with 300 gets three times as much as one with 100 [default: 100]",
 number [default: the drive is known by itself]",
         |options, text| give(&mut options.drive.name, text.parse()),
     )
-    .of(OptionScope::Drive),
+    .of(OptionScope::Drive)
+    .refused_for(&[(
+        |options| !is_file(options) || options.is_key_value(),
+        "only the blocks of a file or block device have a label, which tells them from others",
+    )]),
     option(
         "format",
         "raw",
@@ -296,7 +335,11 @@ number [default: the drive is known by itself]",
 disk image or of LUKS [default: its first lease is refused]",
         |options, text| put(&mut options.is_raw, parse_format(text)),
     )
-    .of(OptionScope::Lease),
+    .of(OptionScope::Lease)
+    .refused_for(&[(
+        |options| !is_file(options),
+        "only a file or block device of the host can be a disk image",
+    )]),
     option(
         "profile",
         "PROFILE",
@@ -306,7 +349,8 @@ as it can be]",
         |options, text| give(&mut options.drive.profile, DriveProfile::load(text).map(Arc::new)),
     )
     .of(OptionScope::Drive)
-    .with_file(|name| name.contains('/')),
+    .with_file(|name| name.contains('/'))
+    .refused_for(&[(is_physical, "a physical drive has its own timing")]),
     option(
         "faults",
         "PLAN",
@@ -315,7 +359,17 @@ inject faults later with `nvme-mpt fault` [default: the drive never fails]",
         |options, text| give(&mut options.drive.faults, FaultPlan::load(text).map(Arc::new)),
     )
     .of(OptionScope::Drive)
-    .with_file(|name| name != NO_FAULTS),
+    .with_file(|name| name != NO_FAULTS)
+    .refused_for(&[
+        (
+            is_physical,
+            "faults can be injected into software drives only",
+        ),
+        (
+            FunctionOptions::is_key_value,
+            "faults are declared for logical blocks, which a drive of keys and values does not have",
+        ),
+    ]),
     option(
         "populate",
         "on|off",
@@ -323,7 +377,11 @@ inject faults later with `nvme-mpt fault` [default: the drive never fails]",
 as others [default: off, memory is allocated as it is written]",
         |options, text| give(&mut options.drive.populate, text.parse()),
     )
-    .of(OptionScope::Drive),
+    .of(OptionScope::Drive)
+    .refused_for(&[(
+        |options| !is_memory(options) || options.is_key_value(),
+        "only the blocks of a drive in memory, as in path=memory:4G, take memory of the host",
+    )]),
     option(
         "namespace",
         "N",
@@ -331,7 +389,11 @@ as others [default: off, memory is allocated as it is written]",
         |options, text| give(&mut options.drive.namespace, parse_namespace(text)),
     )
     .of(OptionScope::Drive)
-    .with_number(parse_number),
+    .with_number(parse_number)
+    .refused_for(&[(
+        is_software,
+        "only a physical drive, as in path=0000:01:00.0, has more than one",
+    )]),
     option(
         "timeout",
         "SECONDS|none",
@@ -340,7 +402,11 @@ the guest of a file or block device sees CSTS.CFS [default: 10 if physical, else
         set_timeout,
     )
     .of(OptionScope::Drive)
-    .with_number(|text| Ok(parse_timeout(text)?.map(|time| time.as_secs()))),
+    .with_number(|text| Ok(parse_timeout(text)?.map(|time| time.as_secs())))
+    .refused_for(&[(
+        |options| options.drive.timeout.is_some() && is_in_process(options),
+        "its commands are executed in memory by this process, and cannot hang",
+    )]),
     option(
         "arbitration",
         "round-robin|weighted",
@@ -348,7 +414,11 @@ the guest of a file or block device sees CSTS.CFS [default: 10 if physical, else
 weight=, also while it is fast; one value per drive [default: round-robin]",
         |options, text| give(&mut options.drive.arbitration, text.parse()),
     )
-    .of(OptionScope::Drive),
+    .of(OptionScope::Drive)
+    .refused_for(&[(
+        is_software,
+        "only a physical drive, as in path=0000:01:00.0, has an arbitration between its queues",
+    )]),
     option(
         "reconnect",
         "SECONDS",
@@ -356,8 +426,33 @@ weight=, also while it is fast; one value per drive [default: round-robin]",
 [default: no limit]",
         |options, text| give(&mut options.reconnect, parse_seconds(text)),
     )
-    .with_number(parse_number),
+    .with_number(parse_number)
+    .refused_for(&[(
+        is_in_process,
+        "no server has it: it is in the memory of the process that opens it",
+    )]),
 ];
+
+fn is_physical(options: &FunctionOptions) -> bool {
+    matches!(options.path, DrivePath::Pci(_))
+}
+
+fn is_software(options: &FunctionOptions) -> bool {
+    !is_physical(options)
+}
+
+fn is_file(options: &FunctionOptions) -> bool {
+    matches!(options.path, DrivePath::File(_))
+}
+
+fn is_memory(options: &FunctionOptions) -> bool {
+    matches!(options.path, DrivePath::Memory(_))
+}
+
+/// Returns whether the drive is in the memory of the process that opens it.
+fn is_in_process(options: &FunctionOptions) -> bool {
+    matches!(options.path, DrivePath::Memory(_) | DrivePath::Null(_))
+}
 
 /// Sets a field that has a default.
 fn put<T, E: Into<ValueError>>(field: &mut T, value: Result<T, E>) -> Result<(), ValueError> {
@@ -417,8 +512,20 @@ impl FunctionOptions {
                 why: "they are two names of one option",
             });
         }
+        let mut given: Vec<&FunctionOption> = Vec::new();
         for option in OPTIONS {
-            text.take_value(option.help.key, |value| (option.set)(&mut options, value))?;
+            let set = |value: &str| (option.set)(&mut options, value);
+            given.extend(text.take_value(option.help.key, set)?.map(|()| option));
+        }
+        for option in given {
+            let mut refusals = option.refusals.iter();
+            if let Some((_, why)) = refusals.find(|(is_refused, _)| is_refused(&options)) {
+                return Err(OptionError::NotApplicable {
+                    key: option.help.key,
+                    path: options.path,
+                    why,
+                });
+            }
         }
         options.check()?;
         Ok(options)

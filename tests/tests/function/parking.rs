@@ -129,7 +129,7 @@ fn a_guest_with_mapped_doorbells_that_rests_is_looked_at_seldom() {
     let (began, before) = (Instant::now(), host.park_count());
     std::thread::sleep(Duration::from_secs(3));
     let polls = host.park_count() - before;
-    // About 300 polls in the first 1.3 s, then 50 per second. With `fixed=looks` there would be 1000 per second.
+    // About 300 polls in the first 1.3 s, then 50 per second. With `fixed=poll-interval` there would be 1000 per second.
     let most = 400 + u64::try_from(began.elapsed().as_millis()).unwrap() / 20;
     assert!((1..most).contains(&polls), "{polls} of {most}");
     // The queue is still polled.

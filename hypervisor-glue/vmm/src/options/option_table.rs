@@ -234,8 +234,8 @@ joined by +, as in dedicated:busy@2+3, or @vcpu behind dedicated [default: share
     option(
         "fixed",
         "NAME+NAME",
-        "what does not adapt, joined by +: spin, courtesy, moderation, governor, doorbells, budget,
-slices, looks [default: all of it adapts]",
+        "policies that do not adapt, joined by +: spin, preemption-backoff, coalescing, governor,
+doorbells, budget, slices, poll-interval [default: all adapt]",
         |options, text| put(&mut options.backend.adaptive, text.parse()),
     )
     .of(OptionScope::Drive),

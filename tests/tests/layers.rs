@@ -222,6 +222,7 @@ fn no_modules_import_each_other() {
     for name in [
         "nvme-mpt/spec",
         "nvme-mpt/memory",
+        "nvme-mpt/driver",
         "nvme-mpt/lease",
         "nvme-mpt/guest",
         "nvme-mpt",

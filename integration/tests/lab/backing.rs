@@ -12,7 +12,7 @@ use integration::lab::{LabDrive, inside};
 use nvme_guest::iova::{Iommu, IovaSpace};
 use nvme_mpt_memory::{MappedWord32, Mapping, MappingAccess};
 use nvme_vfio::function::PciAddress;
-use nvme_vfio::{DeviceBacking, VfioBacking, VfioError};
+use nvme_vfio::{ControllerAccess, DeviceBacking, VfioBacking, VfioError};
 
 use crate::fixture::{CheckEnvironment, Failure, TIMEOUT, await_that, expect, sh};
 use crate::{ExpectedRefusals, Group};
@@ -36,11 +36,11 @@ pub(crate) const GROUP: Group = Group::Inside {
 };
 
 /// Offsets of registers (NVMe Base 2.0, section 3.1.3).
-const CAP: usize = 0x00;
-const VS: usize = 0x08;
-const CC: usize = 0x14;
-const CSTS: usize = 0x1C;
-const ASQ: usize = 0x28;
+const CAP: u64 = 0x00;
+const VS: u64 = 0x08;
+const CC: u64 = 0x14;
+const CSTS: u64 = 0x1C;
+const ASQ: u64 = 0x28;
 
 fn address(id: &str) -> Result<PciAddress, Failure> {
     inside::bind(id, "vfio-pci")?;

@@ -7,31 +7,20 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_driver::ControllerAccess;
 use nvme_guest::iova::Iommu;
 use nvme_mpt_memory::Mapping;
-use nvme_mpt_memory::deadline::{SystemClock, WaitClock};
 use nvme_mpt_memory::eventfd;
 
 /// Access to an NVMe function for its driver: registers, doorbells, and DMA through an [`Iommu`].
 ///
 /// A function may disappear at any time (hot removal). Then registers read as all ones, writes are lost, and all other calls
 /// return [`io::ErrorKind::NotConnected`]; no access faults. A function whose link is down or that the kernel is resetting
-/// behaves in this way too, but only for a while. [`Self::is_gone`] is true only for a function that was removed or released.
-pub trait DeviceBacking: Send + Sync + fmt::Debug {
+/// behaves in this way too, but only for a while. [`ControllerAccess::is_gone`] is true only for a function that was removed or
+/// [released](Self::release).
+pub trait DeviceBacking: ControllerAccess + fmt::Debug {
     /// Returns the function's name for messages: its PCI address, such as `0000:01:00.0`.
     fn name(&self) -> &str;
-
-    /// Reads a 32-bit controller register (Base 2.0, section 3.1.3).
-    fn read32(&self, offset: usize) -> u32;
-
-    /// Reads a 64-bit controller register.
-    fn read64(&self, offset: usize) -> u64;
-
-    /// Writes a 32-bit controller register.
-    fn write32(&self, offset: usize, value: u32);
-
-    /// Writes a 64-bit controller register.
-    fn write64(&self, offset: usize, value: u64);
 
     /// Returns a mapping with the doorbells (BAR0 or a part of it), and the offset of doorbell 0 in it (offset 1000h of BAR0).
     /// Queues whose doorbells lie behind the end of the mapping cannot be used.
@@ -65,18 +54,9 @@ pub trait DeviceBacking: Send + Sync + fmt::Debug {
         Duration::from_secs(5)
     }
 
-    /// Returns the clock for waits on the function.
-    fn clock(&self) -> Arc<dyn WaitClock> {
-        SystemClock::shared()
-    }
-
     /// Returns a descriptor that becomes readable when the host wants the function back, because the function is being removed
     /// or unbound. The owner of this value must then call [`Self::release`].
     fn removal_request(&self) -> Option<BorrowedFd<'_>>;
-
-    /// Returns whether the function was removed or [released](Self::release), so that it never answers again. A function that
-    /// does not answer for a time, as during a reset, does not count.
-    fn is_gone(&self) -> bool;
 
     /// Returns descriptors with which a successor process continues to use the function in its present state. The caller then
     /// exits without releasing the function.

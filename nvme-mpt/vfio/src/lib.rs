@@ -68,5 +68,6 @@ pub use controller::{
 pub use description::{ArbitrationDescription, DriveDescription};
 pub use device_backing::DeviceBacking;
 pub use error::VfioError;
+pub use nvme_driver::ControllerAccess;
 pub use queue_pair::VfioQueue;
 pub use vfio_backing::VfioBacking;

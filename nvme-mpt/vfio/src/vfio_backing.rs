@@ -22,6 +22,7 @@ use super::device_backing::DeviceBacking;
 use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction, VFIO_PCI};
 use super::ioctl::{self, VfioDeviceRegion};
+use nvme_driver::ControllerAccess;
 use nvme_guest::iova::{Iommu, IommuMapping};
 use nvme_mpt_memory::sync::RwLock;
 use nvme_mpt_memory::{MappedRegisters, Mapping, eventfd};
@@ -242,18 +243,17 @@ impl VfioBacking {
         removal.is_some_and(|removal| eventfd::is_readable(removal).unwrap_or(false))
     }
 
-    fn read_unmapped(&self, offset: usize) -> u32 {
+    fn read_unmapped(&self, offset: u64) -> u32 {
         let mut word = [0; 4];
-        let read = self.with_device(|device| {
-            device.read_exact_at(&mut word, self.bar0.offset + offset as u64)
-        });
+        let read =
+            self.with_device(|device| device.read_exact_at(&mut word, self.bar0.offset + offset));
         // Reads of an absent function return all ones.
         read.map_or(u32::MAX, |()| u32::from_le_bytes(word))
     }
 
-    fn write_unmapped(&self, offset: usize, value: u32) {
+    fn write_unmapped(&self, offset: u64, value: u32) {
         let written = self.with_device(|device| {
-            device.write_all_at(&value.to_le_bytes(), self.bar0.offset + offset as u64)
+            device.write_all_at(&value.to_le_bytes(), self.bar0.offset + offset)
         });
         if let Err(error) = written {
             debug!("{}: register {offset:#x} not written: {error}", self.name);
@@ -279,9 +279,70 @@ impl VfioBacking {
     }
 
     /// Returns the mapped registers, and the offset in them of the register at `offset` of BAR0.
-    fn mapped_register(&self, offset: usize) -> Option<(&MappedRegisters, usize)> {
+    fn mapped_register(&self, offset: u64) -> Option<(&MappedRegisters, usize)> {
         let window = self.registers.as_ref()?;
-        Some((&window.registers, offset.checked_sub(window.start)?))
+        let offset = (offset as usize).checked_sub(window.start)?;
+        Some((&window.registers, offset))
+    }
+}
+
+impl ControllerAccess for VfioBacking {
+    fn read32(&self, offset: u64) -> u32 {
+        self.mapped_register(offset)
+            .and_then(|(registers, offset)| registers.read32(offset))
+            .unwrap_or_else(|| self.read_unmapped(offset))
+    }
+
+    fn read64(&self, offset: u64) -> u64 {
+        // Unmapped registers are read in two halves, low half first (Base 2.0, section 3.1).
+        self.mapped_register(offset)
+            .and_then(|(registers, offset)| registers.read64(offset))
+            .unwrap_or_else(|| {
+                let low = self.read_unmapped(offset);
+                u64::from(low) | u64::from(self.read_unmapped(offset + 4)) << 32
+            })
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        if self
+            .mapped_register(offset)
+            .and_then(|(registers, offset)| registers.write32(offset, value))
+            .is_none()
+        {
+            self.write_unmapped(offset, value);
+        }
+    }
+
+    fn write64(&self, offset: u64, value: u64) {
+        if self
+            .mapped_register(offset)
+            .and_then(|(registers, offset)| registers.write64(offset, value))
+            .is_none()
+        {
+            self.write_unmapped(offset, value as u32);
+            self.write_unmapped(offset + 4, (value >> 32) as u32);
+        }
+    }
+
+    fn is_gone(&self) -> bool {
+        if self.is_gone.load(Ordering::Acquire) {
+            return true;
+        }
+        let is_lost = self
+            .windows()
+            .any(|window| window.registers.mapping().is_lost());
+        let is_gone = is_lost
+            || self
+                .with_device(|device| {
+                    Ok(is_absent(device, &self.config) && self.is_removal_requested())
+                })
+                .unwrap_or(true);
+        if is_gone && !self.is_gone.swap(true, Ordering::AcqRel) {
+            warn!("{} no longer exists", self.name);
+            // Not every bus returns all ones for reads of an absent device, which the driver relies on.
+            self.detach_registers();
+        }
+        is_gone
     }
 }
 
@@ -292,43 +353,6 @@ impl DeviceBacking for VfioBacking {
 
     fn numa_node(&self) -> Option<u32> {
         self.numa_node
-    }
-
-    fn read32(&self, offset: usize) -> u32 {
-        self.mapped_register(offset)
-            .and_then(|(registers, offset)| registers.read32(offset))
-            .unwrap_or_else(|| self.read_unmapped(offset))
-    }
-
-    fn read64(&self, offset: usize) -> u64 {
-        // Unmapped registers are read in two halves, low half first (Base 2.0, section 3.1).
-        self.mapped_register(offset)
-            .and_then(|(registers, offset)| registers.read64(offset))
-            .unwrap_or_else(|| {
-                let low = self.read_unmapped(offset);
-                u64::from(low) | u64::from(self.read_unmapped(offset + 4)) << 32
-            })
-    }
-
-    fn write32(&self, offset: usize, value: u32) {
-        if self
-            .mapped_register(offset)
-            .and_then(|(registers, offset)| registers.write32(offset, value))
-            .is_none()
-        {
-            self.write_unmapped(offset, value);
-        }
-    }
-
-    fn write64(&self, offset: usize, value: u64) {
-        if self
-            .mapped_register(offset)
-            .and_then(|(registers, offset)| registers.write64(offset, value))
-            .is_none()
-        {
-            self.write_unmapped(offset, value as u32);
-            self.write_unmapped(offset + 4, (value >> 32) as u32);
-        }
     }
 
     fn doorbells(&self) -> (Arc<Mapping>, usize) {
@@ -394,27 +418,6 @@ impl DeviceBacking for VfioBacking {
             return Err(io::Error::new(io::ErrorKind::Unsupported, what));
         }
         self.context.hand_over()
-    }
-
-    fn is_gone(&self) -> bool {
-        if self.is_gone.load(Ordering::Acquire) {
-            return true;
-        }
-        let is_lost = self
-            .windows()
-            .any(|window| window.registers.mapping().is_lost());
-        let is_gone = is_lost
-            || self
-                .with_device(|device| {
-                    Ok(is_absent(device, &self.config) && self.is_removal_requested())
-                })
-                .unwrap_or(true);
-        if is_gone && !self.is_gone.swap(true, Ordering::AcqRel) {
-            warn!("{} no longer exists", self.name);
-            // Not every bus returns all ones for reads of an absent device, which the driver relies on.
-            self.detach_registers();
-        }
-        is_gone
     }
 
     fn release(&self) {

@@ -12,7 +12,7 @@ use nvme_guest::iova::Iommu;
 use nvme_guest::threads::start_thread;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
 use nvme_mpt_memory::{Mapping, clock};
-use nvme_vfio::DeviceBacking;
+use nvme_vfio::{ControllerAccess, DeviceBacking};
 
 use super::faults::{AbortReaction, Effect, Fault, ResetReaction};
 use super::iommu::{DoorbellRegisters, ModelIommu};
@@ -457,25 +457,31 @@ fn gone_error() -> io::Error {
     io::ErrorKind::NotConnected.into()
 }
 
-impl DeviceBacking for ModelDrive {
-    fn name(&self) -> &str {
-        &self.name
+impl ControllerAccess for ModelDrive {
+    fn read32(&self, offset: u64) -> u32 {
+        self.register(offset) as u32
     }
 
-    fn read32(&self, offset: usize) -> u32 {
-        self.register(offset as u64) as u32
+    fn read64(&self, offset: u64) -> u64 {
+        self.register(offset)
     }
 
-    fn read64(&self, offset: usize) -> u64 {
-        self.register(offset as u64)
-    }
-
-    fn write32(&self, offset: usize, value: u32) {
+    fn write32(&self, offset: u64, value: u32) {
         self.write64(offset, value.into());
     }
 
-    fn write64(&self, offset: usize, value: u64) {
-        self.set_register(offset as u64, value);
+    fn write64(&self, offset: u64, value: u64) {
+        self.set_register(offset, value);
+    }
+
+    fn is_gone(&self) -> bool {
+        !self.is_present()
+    }
+}
+
+impl DeviceBacking for ModelDrive {
+    fn name(&self) -> &str {
+        &self.name
     }
 
     fn doorbells(&self) -> (Arc<Mapping>, usize) {
@@ -517,10 +523,6 @@ impl DeviceBacking for ModelDrive {
 
     fn removal_request(&self) -> Option<BorrowedFd<'_>> {
         Some(self.removal.0.as_fd())
-    }
-
-    fn is_gone(&self) -> bool {
-        !self.is_present()
     }
 
     /// The successor driver is in this process, so it needs no descriptors.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt_memory::clock;
-use nvme_vfio::DeviceBacking;
+use nvme_vfio::ControllerAccess;
 
 use super::*;
 use crate::command::admin;
@@ -163,17 +163,14 @@ fn enabled_with(arbitration: Arbitration, ams: u32) -> (u32, Arc<ModelDrive>) {
         arbitration,
         ..Options::default()
     });
-    let bit = drive.read64(CAP as usize) >> 17 & 1;
+    let bit = drive.read64(CAP) >> 17 & 1;
     assert_eq!(bit == 1, arbitration != Arbitration::RoundRobin);
-    drive.write32(AQA as usize, 0x1_0001);
-    drive.write64(ASQ as usize, 0x1000);
-    drive.write64(ACQ as usize, 0x2000);
-    drive.write32(
-        CC as usize,
-        ams << 11 | CC_IOSQES_64 | CC_IOCQES_16 | CC_ENABLE,
-    );
+    drive.write32(AQA, 0x1_0001);
+    drive.write64(ASQ, 0x1000);
+    drive.write64(ACQ, 0x2000);
+    drive.write32(CC, ams << 11 | CC_IOSQES_64 | CC_IOCQES_16 | CC_ENABLE);
     loop {
-        let csts = drive.read32(CSTS as usize);
+        let csts = drive.read32(CSTS);
         if csts & (CSTS_READY | CSTS_FATAL) != 0 {
             return (csts, drive);
         }

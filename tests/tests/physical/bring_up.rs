@@ -12,7 +12,9 @@ use nvme_mpt_tests::drive::{
 };
 use nvme_mpt_tests::identify::{IdentifyController, ONCS_DSM, ONCS_WRITE_ZEROES};
 use nvme_mpt_tests::status;
-use nvme_vfio::{ControllerError, ControllerOptions, DeviceBacking, VfioController};
+use nvme_vfio::{
+    ControllerAccess, ControllerError, ControllerOptions, DeviceBacking, VfioController,
+};
 
 use crate::common::{Host, LEASE, LONG, READY_TIMEOUT, Setup, open, wait_for};
 use crate::load::Load;

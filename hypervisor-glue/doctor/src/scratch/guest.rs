@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use nvme_driver::{ControllerAccess, ControllerRegisters, DriverError, QueuePairAddresses};
 use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::threads::start_thread;
 use nvme_guest::{Gpa, MemoryRegion};
@@ -19,12 +20,11 @@ use nvme_mpt_memory::{
 };
 use nvme_mpt_vmm::control_loop::{ControlLoop, ControlLoopHandler};
 use nvme_spec::admin::{CreateIoCq, CreateIoSq};
-use nvme_spec::cqe::IOCQES;
 use nvme_spec::ids::{CommandId, Lba, Nsid, QueueId};
 use nvme_spec::nvm::ReadWrite;
 use nvme_spec::opcode::{AdminOpcode, NvmOpcode};
-use nvme_spec::registers::{Aqa, Cc, Csts, Doorbell, offset};
-use nvme_spec::sqe::{IOSQES, Sqe};
+use nvme_spec::registers::{ArbitrationMechanism, Doorbell};
+use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 use thiserror::Error;
 use vmm_device::{Bar, FunctionState, FunctionStateError, MsixMasking, NvmeFunction};
@@ -73,16 +73,9 @@ pub(super) enum ScratchGuestError {
     /// The function cannot map the guest's memory.
     #[error("The function does not take the guest's memory")]
     Memory(#[from] nvme_guest::DmaError),
-    /// CSTS.RDY did not follow CC.EN.
-    #[error(
-        "The controller does not follow CC.EN={enabled} within {COMPLETION_TIMEOUT:?}: CSTS is {csts:08x}h"
-    )]
-    NotReady {
-        /// Value of CC.EN that was written.
-        enabled: bool,
-        /// Value of CSTS that was read.
-        csts: u32,
-    },
+    /// The controller cannot be brought up or reset.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
     /// A command did not complete in time.
     #[error("No command completes within {COMPLETION_TIMEOUT:?}; {flying} are in flight")]
     NoCompletion {
@@ -140,12 +133,45 @@ struct GuestDoorbells {
 }
 
 /// A function that its guest and its control thread share.
-struct SharedFunction(Mutex<NvmeFunction>);
+struct SharedFunction {
+    function: Mutex<NvmeFunction>,
+    control: ControlLoop,
+}
 
 impl SharedFunction {
     fn lock(&self) -> MutexGuard<'_, NvmeFunction> {
         // A poisoned lock is acceptable: at worst, the controller of a function that panicked fails.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.function.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn read<const N: usize>(&self, offset: u64) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.lock().read_bar(Bar::Registers, offset, &mut bytes);
+        bytes
+    }
+
+    /// Writes a register or a doorbell of the admin queue, which the control thread serves.
+    fn write(&self, offset: u64, bytes: &[u8]) {
+        self.lock().write_bar(Bar::Registers, offset, bytes);
+        self.control.wake();
+    }
+}
+
+impl ControllerAccess for SharedFunction {
+    fn read32(&self, offset: u64) -> u32 {
+        u32::from_le_bytes(self.read(offset))
+    }
+
+    fn read64(&self, offset: u64) -> u64 {
+        u64::from_le_bytes(self.read(offset))
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        self.write(offset, &value.to_le_bytes());
+    }
+
+    fn write64(&self, offset: u64, value: u64) {
+        self.write(offset, &value.to_le_bytes());
     }
 }
 
@@ -162,25 +188,23 @@ impl ControlLoopHandler for &SharedFunction {
 /// A function and its control thread.
 struct RunningFunction {
     function: Arc<SharedFunction>,
-    control: Arc<ControlLoop>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl RunningFunction {
     fn start(name: &str, function: NvmeFunction) -> io::Result<Self> {
-        let control = Arc::new(ControlLoop::new()?);
+        let control = ControlLoop::new()?;
         control.watch(function.events_fd().as_raw_fd(), 0)?;
-        let function = Arc::new(SharedFunction(Mutex::new(function)));
+        let function = Arc::new(SharedFunction {
+            function: Mutex::new(function),
+            control,
+        });
         let work = {
-            let (name, control, function) = (name.to_owned(), control.clone(), function.clone());
-            move || control.run(&name, &mut &*function)
+            let (name, function) = (name.to_owned(), function.clone());
+            move || function.control.run(&name, &mut &*function)
         };
         let thread = Some(start_thread(name, work)?);
-        Ok(Self {
-            function,
-            control,
-            thread,
-        })
+        Ok(Self { function, thread })
     }
 
     /// Stops the control thread, then ends the function.
@@ -188,7 +212,7 @@ impl RunningFunction {
         let Some(thread) = self.thread.take() else {
             return Ok(());
         };
-        self.control.stop();
+        self.function.control.stop();
         // Even if the thread has panicked, its function is ended below.
         let _ = thread.join();
         let mut function = self.function.lock();
@@ -226,6 +250,7 @@ pub(super) struct SuspendedGuest {
 pub(super) struct ScratchGuest {
     machine: GuestMachine,
     running: RunningFunction,
+    registers: ControllerRegisters<SharedFunction>,
     doorbells: GuestDoorbells,
 }
 
@@ -253,6 +278,7 @@ impl ScratchGuest {
                 io: QueuePairRings::new(&memory, IO_SQ, IO_CQ, IO_ENTRIES)?,
                 memory,
             },
+            registers: ControllerRegisters::new(running.function.clone())?,
             running,
             doorbells,
         };
@@ -264,50 +290,17 @@ impl ScratchGuest {
         self.running.function.lock()
     }
 
-    fn write32(&self, register: u64, value: u32) {
-        self.function()
-            .write_bar(Bar::Registers, register, &value.to_le_bytes());
-    }
-
-    fn write64(&self, register: u64, value: u64) {
-        self.function()
-            .write_bar(Bar::Registers, register, &value.to_le_bytes());
-    }
-
-    /// Writes CC, and waits until CSTS.RDY follows.
-    fn set_enabled(&self, enabled: bool) -> Result<(), ScratchGuestError> {
-        let cc = Cc::default()
-            .with_en(enabled)
-            .with_iosqes(IOSQES)
-            .with_iocqes(IOCQES);
-        self.write32(offset::CC, cc.0);
-        let mut wait = BoundedWait::new();
-        loop {
-            let mut csts = [0; 4];
-            self.function()
-                .read_bar(Bar::Registers, offset::CSTS, &mut csts);
-            let csts = Csts(u32::from_le_bytes(csts));
-            if csts.rdy() == enabled {
-                return Ok(());
-            }
-            if !wait.pause() {
-                let csts = csts.0;
-                return Err(ScratchGuestError::NotReady { enabled, csts });
-            }
-        }
-    }
-
     /// Enables the controller and creates the I/O queue pair.
     fn enable(&mut self) -> Result<(), ScratchGuestError> {
         // Memory Space Enable and Bus Master Enable.
         let _ = self.function().write_config(0x04, &0b110_u16.to_le_bytes());
-        let aqa = Aqa::default()
-            .with_asqs_z(ADMIN_ENTRIES - 1)
-            .with_acqs_z(ADMIN_ENTRIES - 1);
-        self.write32(offset::AQA, aqa.0);
-        self.write64(offset::ASQ, MEMORY_GPA + ADMIN_SQ as u64);
-        self.write64(offset::ACQ, MEMORY_GPA + ADMIN_CQ as u64);
-        self.set_enabled(true)?;
+        let admin = QueuePairAddresses {
+            sq: MEMORY_GPA + ADMIN_SQ as u64,
+            cq: MEMORY_GPA + ADMIN_CQ as u64,
+            entries: ADMIN_ENTRIES,
+        };
+        self.registers
+            .enable(ArbitrationMechanism::ROUND_ROBIN, admin)?;
         let mut cq = Sqe::new(AdminOpcode::CREATE_IO_CQ.0);
         cq.dptr[0] = MEMORY_GPA + IO_CQ as u64;
         let create = CreateIoCq {
@@ -358,13 +351,12 @@ impl ScratchGuest {
 
     fn ring_admin(&self, doorbell: Doorbell, value: u32) {
         let register = self.function().doorbell_offset(doorbell);
-        self.write32(register, value);
-        self.running.control.wake();
+        self.running.function.write32(register, value);
     }
 
     /// Resets the controller by CC.EN, even with in-flight commands (Controller Level Reset).
     pub(super) fn reset(&mut self) -> Result<(), ScratchGuestError> {
-        self.set_enabled(false)?;
+        self.registers.disable()?;
         for rings in [&mut self.machine.admin, &mut self.machine.io] {
             rings.sq.restart();
             rings.cq.restart();
@@ -518,8 +510,10 @@ impl SuspendedGuest {
         drop(function.restore(&FunctionState::from_bytes(&state)?)?);
         let doorbells = map_doorbells(&function)?;
         function.resume();
+        let running = RunningFunction::start(&machine.name, function)?;
         Ok(ScratchGuest {
-            running: RunningFunction::start(&machine.name, function)?,
+            registers: ControllerRegisters::new(running.function.clone())?,
+            running,
             machine,
             doorbells,
         })

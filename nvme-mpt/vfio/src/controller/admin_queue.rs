@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::device_backing::{DeviceBacking, is_removal_requested};
 use super::error::ControllerError;
-use super::registers::DriveAdminRings;
+use nvme_driver::QueuePairAddresses;
 use nvme_guest::address::{Iova, PAGE_SIZE};
 use nvme_guest::iova::{IovaPart, IovaSpace, StaleMappingsFlag};
 use nvme_mpt_memory::deadline::WaitClock;
@@ -193,10 +193,10 @@ impl AdminQueue {
     }
 
     /// Returns the addresses of both queues for the controller's registers.
-    pub(super) fn rings(&self) -> DriveAdminRings {
-        DriveAdminRings {
-            sq: self.iova.iova_at(0),
-            cq: self.iova_of(CQ_OFFSET),
+    pub(super) fn rings(&self) -> QueuePairAddresses {
+        QueuePairAddresses {
+            sq: self.iova.iova_at(0).bits(),
+            cq: self.iova_of(CQ_OFFSET).bits(),
             entries: ENTRIES,
         }
     }
@@ -303,7 +303,7 @@ impl AdminQueue {
 
     /// Checks that the controller can still complete commands: it is enabled, and reports no failure.
     fn check_status(&self) -> Result<(), ControllerError> {
-        match self.backing.read32(offset::CSTS as usize) {
+        match self.backing.read32(offset::CSTS) {
             REMOVED => Err(ControllerError::Lost),
             value if Csts(value).cfs() => Err(ControllerError::Fatal),
             value if !Csts(value).rdy() => Err(ControllerError::Lost),
@@ -313,7 +313,7 @@ impl AdminQueue {
 
     /// Returns whether the drive has paused processing (Base 2.0, section 3.11).
     fn is_processing_paused(&self) -> bool {
-        let csts = self.backing.read32(offset::CSTS as usize);
+        let csts = self.backing.read32(offset::CSTS);
         csts != REMOVED && Csts(csts).pp()
     }
 

@@ -108,13 +108,11 @@ pub(super) fn pair_doorbells(
     let (registers, first) = backing.doorbells();
     let doorbell = |doorbell: Doorbell| {
         let offset = doorbell.offset(dstrd) as usize;
-        let register =
-            MappedWord32::new(&registers, first + offset).ok_or(ControllerError::NoQueuePairs)?;
+        let register = MappedWord32::new(&registers, first + offset)?;
         let buffer = buffer.and_then(|buffer| buffer.doorbell(offset));
-        Ok(DriveDoorbell { register, buffer })
+        Some(DriveDoorbell { register, buffer })
     };
-    Ok(PairDoorbells {
-        sq_tail: doorbell(Doorbell::SqTail(qid))?,
-        cq_head: doorbell(Doorbell::CqHead(qid))?,
-    })
+    let doorbells = doorbell(Doorbell::SqTail(qid)).zip(doorbell(Doorbell::CqHead(qid)));
+    let (sq_tail, cq_head) = doorbells.ok_or(ControllerError::NoQueuePairs)?;
+    Ok(PairDoorbells { sq_tail, cq_head })
 }

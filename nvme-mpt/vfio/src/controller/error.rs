@@ -2,6 +2,7 @@
 
 use std::io;
 
+use nvme_driver::DriverError;
 use nvme_mpt::drive::HostNamespace;
 use nvme_spec::ids::{Nsid, QueueId};
 use nvme_spec::opcode::AdminOpcode;
@@ -112,6 +113,27 @@ pub enum ControllerError {
         /// Status of the Flush's completion.
         status: Status,
     },
+}
+
+impl From<DriverError> for ControllerError {
+    fn from(error: DriverError) -> Self {
+        match error {
+            DriverError::Gone => Self::Gone,
+            DriverError::Lost => Self::Lost,
+            DriverError::NoNvmCommandSet => Self::NoNvmCommandSet,
+            DriverError::MemoryPageSize { min } => Self::MemoryPageSize { min },
+            DriverError::StateTimeout {
+                state,
+                seconds,
+                csts,
+            } => Self::StateTimeout {
+                state,
+                seconds,
+                csts,
+            },
+            DriverError::Fatal => Self::Fatal,
+        }
+    }
 }
 
 impl From<ControllerError> for io::Error {

@@ -32,8 +32,7 @@ use super::error::ControllerError;
 use super::identity::IdentifiedDrive;
 use super::persisted_iommu::{self, DescriptorStore};
 use super::queue_pairs::{self, QueuePairs};
-use super::registers::DriveRegisters;
-use super::{ControllerOptions, DriveParts, PhysicalDrive, VfioController, lock};
+use super::{ControllerOptions, DriveParts, DriveRegisters, PhysicalDrive, VfioController, lock};
 use nvme_guest::iova::{IommuMapping, IovaSpace, StaleMappingsFlag};
 use nvme_guest::threads::ThreadSpawner;
 use nvme_mpt_memory::clock::TickRate;
@@ -86,6 +85,14 @@ pub struct HandedOverDrive {
 
 fn hand_over_error(reason: &'static str) -> ControllerError {
     ControllerError::HandOver(reason)
+}
+
+/// Checks that the drive is enabled and reports no failure.
+fn check_enabled(registers: &DriveRegisters) -> Result<(), ControllerError> {
+    match registers.is_enabled()? {
+        true => Ok(()),
+        false => Err(hand_over_error("it is not enabled")),
+    }
 }
 
 impl HandedOverDrive {
@@ -223,7 +230,7 @@ impl PhysicalDrive {
             mappings,
         } = state;
         let registers = DriveRegisters::new(backing.clone())?;
-        registers.check_enabled()?;
+        check_enabled(&registers)?;
         let iovas = backing.usable_iovas();
         let space = IovaSpace::with_iommu(backing.iommu(), &iovas);
         let space = space
@@ -277,7 +284,7 @@ impl PhysicalDrive {
         if self.needs_reset.load(Ordering::Acquire) {
             return Err(ControllerError::Resetting);
         }
-        self.registers.check_enabled()
+        check_enabled(&self.registers)
     }
 
     fn hand_over(&self) -> Result<Vec<OwnedFd>, ControllerError> {

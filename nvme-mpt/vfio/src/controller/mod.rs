@@ -17,7 +17,6 @@ mod log_pages;
 mod persisted_iommu;
 mod queue_pairs;
 mod recovery;
-mod registers;
 mod reservations;
 
 use std::fmt;
@@ -44,6 +43,7 @@ use arbitration::{DriveArbitration, set_arbitration_feature};
 use doorbell_buffer::DriveDoorbellBuffer;
 use drive_monitor::{DriveCounters, longest_pause};
 use identity::IdentifiedDrive;
+use nvme_driver::{ControllerRegisters, shutdown_timeout};
 use nvme_guest::adaptive::AdaptivePolicies;
 use nvme_guest::event::{DriveEvent, EventQueue, IoQueueEvent};
 use nvme_guest::host::{ControllerLimits, TemperatureThresholds};
@@ -65,7 +65,9 @@ use nvme_spec::log::{ErrorInformation, SmartHealth};
 use nvme_spec::registers::ArbitrationMechanism;
 use nvme_spec::registers::offset::CMBSZ;
 use queue_pairs::{QueuePairs, SharedPairCounts};
-use registers::{DriveRegisters, shutdown_timeout};
+
+/// Registers of a physical controller.
+type DriveRegisters = ControllerRegisters<dyn DeviceBacking>;
 
 /// Options of a physical controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -260,7 +262,7 @@ impl VfioController {
         let drive = &self.drive;
         let known = lock(&drive.namespaces).clone();
         let queue_pairs = lock(&drive.pairs).total();
-        let memory_size = drive.backing.read32(CMBSZ as usize);
+        let memory_size = drive.backing.read32(CMBSZ);
         let weighted = ArbitrationMechanism::WEIGHTED_ROUND_ROBIN;
         let arbitration = ArbitrationDescription {
             has_weighted: drive.registers.cap().ams_wrr(),
@@ -544,7 +546,8 @@ impl PhysicalDrive {
         info!("Drive {name}: waiting for the drive to shut down, {seconds} s at most");
         // A drive that does not shut down in time is then disabled without a shutdown.
         let result = self.registers.shut_down(timeout);
-        if let Err(error) = result.and_then(|()| self.registers.disable()) {
+        let result = result.and_then(|()| self.registers.disable());
+        if let Err(error) = result.map_err(ControllerError::from) {
             warn!(
                 "Drive {} was not shut down cleanly: {error}",
                 self.backing.name()

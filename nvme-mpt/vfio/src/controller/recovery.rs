@@ -24,8 +24,8 @@ use super::admin_queue::AdminQueue;
 use super::arbitration::DriveArbitration;
 use super::error::{ControllerError, REMOVAL_REQUESTED, REMOVED};
 use super::queue_pairs;
-use super::registers::DriveRegisters;
-use super::{PhysicalDrive, lock, log_pages};
+use super::{DriveRegisters, PhysicalDrive, lock, log_pages};
+use nvme_driver::DriverError;
 use nvme_guest::event::DriveEvent;
 use nvme_mpt_memory::deadline::Deadline;
 use nvme_spec::ids::QueueId;
@@ -68,7 +68,7 @@ pub(super) fn enable(
         backing
             .set_bus_master(true)
             .map_err(ControllerError::Function)?;
-        registers.enable(mechanism, admin.rings())
+        Ok(registers.enable(mechanism, admin.rings())?)
     };
     let in_turn = ArbitrationMechanism::ROUND_ROBIN;
     arbitration.on_enabled(in_turn);
@@ -100,7 +100,7 @@ pub(super) fn disable_failed(
     failed: &ControllerError,
 ) -> Result<(), ControllerError> {
     registers.wait_for_answer(LINK_TIMEOUT)?;
-    let disabled = registers.disable_failed();
+    let disabled = registers.disable_failed().map_err(ControllerError::from);
     // A controller that did not become ready in time may still become ready later, so it needs a function reset.
     let is_certain = !matches!(failed, ControllerError::StateTimeout { .. });
     match &disabled {
@@ -112,7 +112,7 @@ pub(super) fn disable_failed(
         return Err(ControllerError::Gone);
     }
     match backing.reset() {
-        Ok(()) => registers.disable_failed(),
+        Ok(()) => Ok(registers.disable_failed()?),
         Err(error) if error.kind() == io::ErrorKind::Unsupported && disabled.is_ok() => Ok(()),
         Err(error) => Err(ControllerError::Function(error)),
     }
@@ -277,8 +277,8 @@ impl PhysicalDrive {
     fn quiesce(&self, function_too: bool) -> Result<(), ControllerError> {
         if !function_too {
             match self.registers.disable() {
-                Err(ControllerError::StateTimeout { .. }) => {}
-                other => return other,
+                Err(DriverError::StateTimeout { .. }) => {}
+                other => return Ok(other?),
             }
         }
         // The kernel refuses to reset a function that it is removing.
@@ -286,7 +286,7 @@ impl PhysicalDrive {
             return Err(ControllerError::Gone);
         }
         self.backing.reset().map_err(ControllerError::Function)?;
-        self.registers.disable()
+        Ok(self.registers.disable()?)
     }
 
     /// Enables the controller and creates the queues of `pairs`. Returns the number of granted pairs. If the controller

@@ -1,6 +1,7 @@
 //! Interface between the driver and a controller.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use nvme_mpt_memory::deadline::{SystemClock, WaitClock};
 
@@ -24,6 +25,17 @@ pub trait ControllerAccess: Send + Sync {
     /// Returns the clock for waits on the controller.
     fn clock(&self) -> Arc<dyn WaitClock> {
         SystemClock::shared()
+    }
+
+    /// Returns the timeout of an admin command. A few seconds suffice, because the driver's admin commands access no media.
+    fn admin_timeout(&self) -> Duration {
+        Duration::from_secs(5)
+    }
+
+    /// Returns whether the host wants the controller back, because its function is being removed or unbound. The host waits until
+    /// the owner of the function releases it.
+    fn is_removal_requested(&self) -> bool {
+        false
     }
 
     /// Returns whether the controller was removed or released, so that it never answers again. A controller that does not answer

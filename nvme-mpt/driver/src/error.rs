@@ -1,6 +1,8 @@
 //! Errors of the driver.
 
+use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::registers::Csts;
+use nvme_spec::status::Status;
 
 /// Error of a controller that is driven.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -8,6 +10,9 @@ pub enum DriverError {
     /// The controller was removed, or has lost power.
     #[error("The controller is gone: its registers read as all ones")]
     Gone,
+    /// The host asks for the controller's function, because the function is being removed or unbound.
+    #[error("The host asks for the controller back")]
+    RemovalRequested,
     /// The controller has lost its commands: its link is down, or another party has reset it.
     #[error(
         "The controller has lost its commands: its registers read as all ones, or it was reset"
@@ -37,4 +42,26 @@ pub enum DriverError {
     /// The controller reports a fatal status (CSTS.CFS).
     #[error("The controller reports a fatal error (CSTS.CFS)")]
     Fatal,
+    /// An admin command timed out.
+    #[error("The controller did not complete the admin command {opcode} within {seconds} s")]
+    AdminTimeout {
+        /// Opcode of the command.
+        opcode: AdminOpcode,
+        /// Timeout in seconds.
+        seconds: u64,
+    },
+    /// An admin command failed.
+    #[error("The controller refuses the admin command {opcode}: {status}")]
+    Admin {
+        /// Opcode of the command.
+        opcode: AdminOpcode,
+        /// Status of the command's completion.
+        status: Status,
+    },
+    /// The queues are not aligned, or do not lie in their memory.
+    #[error("The queues do not lie in their memory")]
+    QueueOutsideMemory,
+    /// The queues have no such positions.
+    #[error("The queues have no such positions")]
+    InvalidPosition,
 }

@@ -1,9 +1,12 @@
 //! The steps of an NVMe driver, each in one place.
 //!
-//! The driver knows neither a bus nor a way to map memory: it reaches a controller through [`ControllerAccess`]. So the same
-//! steps bring up a physical drive behind VFIO, a model of one in tests, and an emulated function in the same process.
+//! The driver knows neither a bus nor a way to map memory: it reaches a controller through [`ControllerAccess`], and the
+//! controller reaches memory by the addresses of a [`QueueMemory`]. So the same steps bring up a physical drive behind VFIO, a
+//! model of one in tests, and an emulated function in the same process.
 //!
-//! [`ControllerRegisters`] enables, disables and shuts down a controller (Base 2.0, sections 3.5 to 3.7).
+//! - [`ControllerRegisters`] enables, disables and shuts down a controller (Base 2.0, sections 3.5 to 3.7).
+//! - [`AdminQueuePair`] executes admin commands, and those by name that every driver needs. It collects events.
+//! - [`PolledQueuePair`] has the rings and doorbells of any queue pair without interrupts. Its memory is a [`QueueMemory`].
 //!
 //! Waits use the clock of the controller, and end if the controller is gone. The crate starts no threads, handles no interrupts,
 //! and decides nothing about recovery: its caller does, from the [`DriverError`].
@@ -16,7 +19,7 @@
 //! use std::sync::Arc;
 //! use std::sync::atomic::{AtomicU32, Ordering};
 //!
-//! use nvme_driver::{QueuePairAddresses, ControllerAccess, ControllerRegisters};
+//! use nvme_driver::{ControllerAccess, ControllerRegisters, QueuePairAddresses};
 //! use nvme_spec::registers::{ArbitrationMechanism, Cap, offset};
 //!
 //! #[derive(Default)]
@@ -59,12 +62,21 @@
 
 #![forbid(unsafe_code)]
 
+mod admin_queue;
 mod controller_access;
 mod error;
+mod queue_pair;
 mod registers;
 #[cfg(test)]
 mod tests;
 
+pub use admin_queue::{
+    ADMIN_MEMORY_BYTES, AdminQueuePair, AdminQueuePositions, set_feature_command,
+};
 pub use controller_access::ControllerAccess;
 pub use error::DriverError;
+pub use queue_pair::{
+    PolledQueuePair, QueueDoorbell, QueueMemory, QueuePairDoorbells, QueuePairLayout,
+    QueuePairPositions, RegisterDoorbell,
+};
 pub use registers::{ControllerRegisters, QueuePairAddresses, shutdown_timeout};

@@ -5,12 +5,10 @@ use std::io;
 use std::ops::RangeInclusive;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
 
 use nvme_driver::ControllerAccess;
 use nvme_guest::iova::Iommu;
 use nvme_mpt_memory::Mapping;
-use nvme_mpt_memory::eventfd;
 
 /// Access to an NVMe function for its driver: registers, doorbells, and DMA through an [`Iommu`].
 ///
@@ -49,11 +47,6 @@ pub trait DeviceBacking: ControllerAccess + fmt::Debug {
         None
     }
 
-    /// Returns the timeout of an admin command. A few seconds suffice, because the driver's admin commands access no media.
-    fn admin_timeout(&self) -> Duration {
-        Duration::from_secs(5)
-    }
-
     /// Returns a descriptor that becomes readable when the host wants the function back, because the function is being removed
     /// or unbound. The owner of this value must then call [`Self::release`].
     fn removal_request(&self) -> Option<BorrowedFd<'_>>;
@@ -78,11 +71,4 @@ pub trait DeviceBacking: ControllerAccess + fmt::Debug {
 
     /// Releases the function: its DMA reaches no memory any more, and its registers read as all ones.
     fn release(&self);
-}
-
-/// Returns whether the kernel has asked for the function back. If so, the kernel waits until this process releases the
-/// function.
-pub(crate) fn is_removal_requested(backing: &dyn DeviceBacking) -> bool {
-    let request = backing.removal_request();
-    request.is_some_and(|request| eventfd::is_readable(request).unwrap_or(false))
 }

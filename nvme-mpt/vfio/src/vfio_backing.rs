@@ -236,13 +236,6 @@ impl VfioBacking {
         })
     }
 
-    /// Returns whether the kernel has requested the function back, for example to remove or unbind it. A link recovery or a
-    /// reset by the kernel is not such a request.
-    fn is_removal_requested(&self) -> bool {
-        let removal = self.removal.as_ref().map(AsFd::as_fd);
-        removal.is_some_and(|removal| eventfd::is_readable(removal).unwrap_or(false))
-    }
-
     fn read_unmapped(&self, offset: u64) -> u32 {
         let mut word = [0; 4];
         let read =
@@ -322,6 +315,12 @@ impl ControllerAccess for VfioBacking {
             self.write_unmapped(offset, value as u32);
             self.write_unmapped(offset + 4, (value >> 32) as u32);
         }
+    }
+
+    /// Returns whether the kernel has requested the function back. A link recovery or a reset by the kernel is no such request.
+    fn is_removal_requested(&self) -> bool {
+        let removal = self.removal.as_ref().map(AsFd::as_fd);
+        removal.is_some_and(|removal| eventfd::is_readable(removal).unwrap_or(false))
     }
 
     fn is_gone(&self) -> bool {

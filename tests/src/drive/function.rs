@@ -11,7 +11,7 @@ use std::time::Duration;
 use nvme_guest::iova::Iommu;
 use nvme_guest::threads::start_thread;
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
-use nvme_mpt_memory::{Mapping, clock};
+use nvme_mpt_memory::{Mapping, clock, eventfd};
 use nvme_vfio::{ControllerAccess, DeviceBacking};
 
 use super::faults::{AbortReaction, Effect, Fault, ResetReaction};
@@ -474,6 +474,18 @@ impl ControllerAccess for ModelDrive {
         self.set_register(offset, value);
     }
 
+    fn admin_timeout(&self) -> Duration {
+        self.admin_timeout_reads.fetch_add(1, Ordering::Relaxed);
+        *self
+            .admin_timeout
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_removal_requested(&self) -> bool {
+        eventfd::is_readable(self.removal.0.as_fd()).expect("a pipe")
+    }
+
     fn is_gone(&self) -> bool {
         !self.is_present()
     }
@@ -511,14 +523,6 @@ impl DeviceBacking for ModelDrive {
         }
         self.controller().reset_function();
         Ok(())
-    }
-
-    fn admin_timeout(&self) -> Duration {
-        self.admin_timeout_reads.fetch_add(1, Ordering::Relaxed);
-        *self
-            .admin_timeout
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn removal_request(&self) -> Option<BorrowedFd<'_>> {

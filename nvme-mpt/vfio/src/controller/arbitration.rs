@@ -38,12 +38,11 @@ use super::admin_queue::AdminQueue;
 use super::drive_monitor::longest_pause;
 use super::error::ControllerError;
 use super::{PhysicalDrive, lock};
+use nvme_driver::set_feature_command;
 use nvme_guest::rate_limit::LeaseWeight;
-use nvme_spec::admin::{QueuePriority, SetFeatures};
+use nvme_spec::admin::QueuePriority;
 use nvme_spec::feature::{self, FeatureId};
-use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::registers::{ArbitrationMechanism, Cap};
-use nvme_spec::sqe::Sqe;
 
 /// Maximum number of commands of one class in a row: about as many as a fast drive executes in parallel.
 const CLASS_RUN_MAX: u64 = 16;
@@ -462,16 +461,9 @@ pub(super) fn set_arbitration_feature(
     pause: Duration,
     is_ending: &dyn Fn() -> bool,
 ) -> Result<(), ControllerError> {
-    let mut sqe = Sqe::new(AdminOpcode::SET_FEATURES.0);
-    let set = SetFeatures {
-        fid: FeatureId::ARBITRATION,
-        dword11: value.0,
-        ..SetFeatures::default()
-    };
-    set.write_to(&mut sqe);
-    admin
-        .execute_through_pause(sqe, pause, is_ending)
-        .map(|_| ())
+    let sqe = set_feature_command(FeatureId::ARBITRATION, value.0);
+    admin.execute_through_pause(sqe, pause, is_ending)?;
+    Ok(())
 }
 
 impl PhysicalDrive {
@@ -517,7 +509,7 @@ impl PhysicalDrive {
         };
         let is_due = {
             let admin = lock(&self.admin);
-            request.is_due(admin.is_responsive(), admin.late_completions())
+            request.is_due(admin.queue.is_responsive(), admin.queue.late_completions())
         };
         if !is_due {
             return;
@@ -561,6 +553,7 @@ impl PhysicalDrive {
 
 #[cfg(test)]
 mod tests {
+    use nvme_spec::opcode::AdminOpcode;
     use nvme_spec::status::Status;
 
     use super::*;

@@ -85,7 +85,8 @@ impl DriveDoorbellBuffer {
         let mut sqe = Sqe::new(AdminOpcode::DOORBELL_BUFFER_CONFIG.0);
         let shadow = self.iova.start();
         sqe.dptr = [shadow, shadow + EVENT_IDX_OFFSET as u64];
-        admin.execute(sqe).map(|_| ())
+        admin.execute(sqe)?;
+        Ok(())
     }
 
     fn doorbell(&self, offset: usize) -> Option<BufferedDoorbell> {

@@ -374,7 +374,7 @@ impl DriveMonitor {
         // Bit 0 of dword 0, which reports whether the command was aborted, is not needed: the command's own completion shows
         // that.
         self.drive
-            .with_admin(|admin| admin.execute(sqe))
+            .with_admin(|admin| Ok(admin.execute(sqe)?))
             .map(|_| ())
     }
 
@@ -382,7 +382,7 @@ impl DriveMonitor {
     fn check_events(&mut self) {
         let events = {
             let mut admin = lock(&self.drive.admin);
-            admin.take_events()
+            admin.queue.take_events()
         };
         if events.is_empty() {
             return;

@@ -119,6 +119,7 @@ impl From<DriverError> for ControllerError {
     fn from(error: DriverError) -> Self {
         match error {
             DriverError::Gone => Self::Gone,
+            DriverError::RemovalRequested => Self::RemovalRequested,
             DriverError::Lost => Self::Lost,
             DriverError::NoNvmCommandSet => Self::NoNvmCommandSet,
             DriverError::MemoryPageSize { min } => Self::MemoryPageSize { min },
@@ -132,6 +133,12 @@ impl From<DriverError> for ControllerError {
                 csts,
             },
             DriverError::Fatal => Self::Fatal,
+            DriverError::AdminTimeout { opcode, seconds } => Self::AdminTimeout { opcode, seconds },
+            DriverError::Admin { opcode, status } => Self::Admin { opcode, status },
+            DriverError::QueueOutsideMemory => Self::Memory(io::Error::other(error)),
+            DriverError::InvalidPosition => {
+                Self::HandOver("its admin queues have no such positions")
+            }
         }
     }
 }

@@ -24,7 +24,7 @@ use super::super::device_backing::DeviceBacking;
 use super::super::function::PciAddress;
 use super::super::queue_pair::DriveGovernor;
 use super::super::vfio_backing::VfioBacking;
-use super::admin_queue::{AdminQueue, DriveAdminQueueState, QuiescedDrive};
+use super::admin_queue::{self, DriveAdminQueueState, LockedAdminQueue, QuiescedDrive};
 use super::arbitration::{DriveArbitration, set_arbitration_feature};
 use super::doorbell_buffer::DriveDoorbellBuffer;
 use super::drive_monitor::{self, longest_pause};
@@ -242,7 +242,7 @@ impl PhysicalDrive {
         persisted_iommu::persist_mappings(&space, &*backing, supervisor.as_ref())?;
         let dstrd = registers.cap().dstrd();
         let mut admin =
-            AdminQueue::from_predecessor(backing.clone(), &space, dstrd, admin, positions)?;
+            admin_queue::from_predecessor(backing.clone(), &space, dstrd, admin, positions)?;
         for qid in 1..=created {
             queue_pairs::delete_queues(&mut admin, QueueId(qid))?;
         }
@@ -291,11 +291,11 @@ impl PhysicalDrive {
         let pairs = lock(&self.pairs);
         let mut admin = lock(&self.admin);
         self.check_can_quiesce()?;
-        if admin.has_events() {
+        if admin.queue.has_events() {
             return Err(hand_over_error("one of its events is still being handled"));
         }
         // It would take effect under the successor, which could not set right what it changes.
-        if admin.has_unfinished_commands() {
+        if admin.queue.has_unfinished_commands() {
             return Err(hand_over_error(
                 "it still has an admin command that timed out",
             ));
@@ -312,7 +312,7 @@ impl PhysicalDrive {
         let quiesced = QuiescedDrive {
             stale_flag: StaleMappingsFlag::new(word(STALE_OFFSET)?),
         };
-        let (positions, admin_memory) = admin.hand_over().map_err(memory)?;
+        let (positions, admin_memory) = admin_queue::hand_over(&admin.queue).map_err(memory)?;
         let state = HandedOverDriveState {
             version: VERSION,
             admin: positions,
@@ -349,7 +349,7 @@ impl PhysicalDrive {
 
     /// Locks the admin queue. Waits for commands of other threads, and while the drive is quiesced. Fails during a reset, which
     /// may take minutes. If a successor has taken the drive, the wait never ends.
-    pub(super) fn lock_admin(&self) -> Result<MutexGuard<'_, AdminQueue>, ControllerError> {
+    pub(super) fn lock_admin(&self) -> Result<MutexGuard<'_, LockedAdminQueue>, ControllerError> {
         let clock = self.backing.clock();
         loop {
             if self.is_gone() {

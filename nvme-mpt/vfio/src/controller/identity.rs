@@ -11,19 +11,17 @@ use zerocopy::FromZeros;
 
 use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
+use nvme_driver::DriverError;
 use nvme_guest::address::PAGE_SIZE;
 use nvme_guest::host::ControllerLimits;
 use nvme_lease::backing_id::nvme_names::{self, ascii_text};
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
-use nvme_spec::admin::IdentifyCommand;
 use nvme_spec::identify::{
     Cns, DeallocatedRead, IdentifyController, IdentifyControllerNvm, IdentifyNamespace, Oncs,
 };
 use nvme_spec::ids::Nsid;
-use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::registers::NvmeVersion;
-use nvme_spec::sqe::Sqe;
 
 /// MDTS that guests see: 1 MiB. Commands that are too long for the drive are split.
 const GUEST_MDTS: u8 = 8;
@@ -69,7 +67,7 @@ impl IdentifiedDrive {
         version: NvmeVersion,
     ) -> Result<Self, ControllerError> {
         let mut controller = IdentifyController::new_zeroed();
-        identify(admin, Cns::CONTROLLER, Nsid(0), &mut controller)?;
+        admin.identify(Cns::CONTROLLER, Nsid(0), &mut controller)?;
         let (namespaces, common, refused) = CommonNamespaceFacts::read(admin)?;
         if let Some(error) = refused.filter(|_| namespaces.is_empty()) {
             return Err(error);
@@ -131,29 +129,10 @@ pub(super) fn describe_namespaces(
     let mut described = Vec::with_capacity(namespaces.len());
     for HostNamespace { nsid, .. } in namespaces {
         let mut structure = IdentifyNamespace::new_zeroed();
-        identify(admin, Cns::NAMESPACE, *nsid, &mut structure)?;
+        admin.identify(Cns::NAMESPACE, *nsid, &mut structure)?;
         described.push((*nsid, structure));
     }
     Ok(described)
-}
-
-fn identify<T>(
-    admin: &mut AdminQueue,
-    cns: Cns,
-    nsid: Nsid,
-    structure: &mut T,
-) -> Result<(), ControllerError>
-where
-    T: zerocopy::FromBytes + zerocopy::IntoBytes,
-{
-    let mut sqe = Sqe::new(AdminOpcode::IDENTIFY.0);
-    sqe.nsid = nsid;
-    let command = IdentifyCommand {
-        cns,
-        ..IdentifyCommand::default()
-    };
-    command.write_to(&mut sqe);
-    admin.execute_with_data(sqe, structure).map(|_| ())
 }
 
 /// Reads the limits of the NVM Command Set, if the controller can report them.
@@ -165,11 +144,11 @@ fn identify_nvm(
         return Ok(None);
     }
     let mut structure = IdentifyControllerNvm::new_zeroed();
-    match identify(admin, Cns::IOCS_CONTROLLER, Nsid(0), &mut structure) {
+    match admin.identify(Cns::IOCS_CONTROLLER, Nsid(0), &mut structure) {
         Ok(()) => Ok(Some(structure)),
         // The drive need not have this structure, so a failed command is not an error.
-        Err(ControllerError::Admin { .. }) => Ok(None),
-        Err(error) => Err(error),
+        Err(DriverError::Admin { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -204,13 +183,13 @@ impl CommonNamespaceFacts {
 
     fn read(admin: &mut AdminQueue) -> Result<IdentifiedNamespaces, ControllerError> {
         let mut list = [0_u32; NSIDS_PER_LIST];
-        identify(admin, Cns::ACTIVE_NSID_LIST, Nsid(0), &mut list)?;
+        admin.identify(Cns::ACTIVE_NSID_LIST, Nsid(0), &mut list)?;
         let mut common = Self::NONE;
         let mut namespaces = Vec::new();
         let mut refused = None;
         for nsid in list.into_iter().take_while(|nsid| *nsid != 0).map(Nsid) {
             let mut structure = IdentifyNamespace::new_zeroed();
-            identify(admin, Cns::NAMESPACE, nsid, &mut structure)?;
+            admin.identify(Cns::NAMESPACE, nsid, &mut structure)?;
             match usable_namespace(nsid, &structure) {
                 Ok(namespace) => {
                     common.add_namespace(&structure, namespace.lba_shift);

@@ -4,16 +4,14 @@ use zerocopy::FromZeros;
 
 use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
+use nvme_driver::DriverError;
 use nvme_guest::address::PAGE_SIZE;
-use nvme_spec::admin::SetFeatures;
 use nvme_spec::feature::{AsyncEventConfiguration, FeatureId};
 use nvme_spec::identify::IdentifyController;
 use nvme_spec::ids::Nsid;
 use nvme_spec::log::{
     ChangedNamespaceList, CriticalWarning, ErrorInformation, LogPageId, LogPageRequest, SmartHealth,
 };
-use nvme_spec::opcode::AdminOpcode;
-use nvme_spec::sqe::Sqe;
 
 /// Sets of critical warnings whose events are requested, in the order of attempts: first all warnings of the specification,
 /// then smaller sets. A drive of an earlier version knows fewer warnings. For an unknown one, it may refuse the whole command,
@@ -39,16 +37,13 @@ fn read_log_page<T>(
 where
     T: zerocopy::FromBytes + zerocopy::IntoBytes,
 {
-    let mut sqe = Sqe::new(AdminOpcode::GET_LOG_PAGE.0);
-    sqe.nsid = Nsid::BROADCAST;
     let request = LogPageRequest {
         lid,
         rae: keep_event,
         numdl: (len / 4 - 1) as u16,
         ..LogPageRequest::default()
     };
-    request.write_to(&mut sqe);
-    admin.execute_with_data(sqe, page).map(|_| ())
+    Ok(admin.get_log_page(request, page)?)
 }
 
 pub(super) fn smart_health(
@@ -112,20 +107,13 @@ pub(super) fn enable_events(
         let wanted = AsyncEventConfiguration(0)
             .with_critical_warnings(warnings)
             .with_namespace_attribute(id.oaes.namespace_attribute());
-        let mut sqe = Sqe::new(AdminOpcode::SET_FEATURES.0);
-        let set = SetFeatures {
-            fid: FeatureId::ASYNC_EVENT_CONFIGURATION,
-            dword11: wanted.0,
-            ..SetFeatures::default()
-        };
-        set.write_to(&mut sqe);
-        match admin.execute(sqe) {
+        match admin.set_feature(FeatureId::ASYNC_EVENT_CONFIGURATION, wanted.0) {
             Ok(_) => {
                 accepted = Some(warnings);
                 break;
             }
-            Err(error @ ControllerError::Admin { .. }) => refusal = Some(error),
-            Err(error) => return Err(error),
+            Err(error @ DriverError::Admin { .. }) => refusal = Some(ControllerError::from(error)),
+            Err(error) => return Err(error.into()),
         }
     }
     if let (Some(missing), Some(error)) = (missing_events_message(accepted), refusal) {

@@ -38,7 +38,7 @@ pub use persisted_iommu::{DescriptorStore, PersistedIommu, PredecessorIommu};
 use super::description::{ArbitrationDescription, DriveDescription};
 use super::device_backing::DeviceBacking;
 use super::queue_pair::{DriveGovernor, LeaseShare};
-use admin_queue::AdminQueue;
+use admin_queue::{AdminQueue, LockedAdminQueue};
 use arbitration::{DriveArbitration, set_arbitration_feature};
 use doorbell_buffer::DriveDoorbellBuffer;
 use drive_monitor::{DriveCounters, longest_pause};
@@ -123,7 +123,7 @@ struct PhysicalDrive {
     leases: Mutex<Vec<(HostNamespace, Weak<LeaseShare>)>>,
     pairs: Mutex<QueuePairs>,
     pair_counts: SharedPairCounts,
-    admin: Mutex<AdminQueue>,
+    admin: Mutex<LockedAdminQueue>,
     arbitration: Mutex<DriveArbitration>,
     /// Notified when the drive resumes after a cancelled hand-over.
     resumed: Condvar,
@@ -357,7 +357,7 @@ impl PhysicalDrive {
         let space = Arc::new(space);
         persisted_iommu::persist_mappings(&space, &*backing, supervisor.as_ref())?;
         let dstrd = registers.cap().dstrd();
-        let admin = AdminQueue::new(backing.clone(), &space, dstrd)?;
+        let admin = admin_queue::create(backing.clone(), &space, dstrd)?;
         let arbitration =
             DriveArbitration::new(options.arbitration, registers.cap(), backing.name());
         let mut enabling = DriveBringUp {
@@ -440,7 +440,10 @@ impl PhysicalDrive {
             options,
             pair_counts: pairs.shared_counts(),
             pairs: Mutex::new(pairs),
-            admin: Mutex::new(admin),
+            admin: Mutex::new(LockedAdminQueue {
+                queue: admin,
+                quiesced: None,
+            }),
             arbitration: Mutex::new(arbitration),
             resumed: Condvar::new(),
             reset_ended: Condvar::new(),
@@ -476,7 +479,7 @@ impl PhysicalDrive {
             // A command that timed out may still write the data page, so no other command may use the page.
             return Err(ControllerError::Resetting);
         }
-        let result = commands(&mut admin);
+        let result = commands(&mut admin.queue);
         if let Err(
             ControllerError::AdminTimeout { .. }
             | ControllerError::Fatal

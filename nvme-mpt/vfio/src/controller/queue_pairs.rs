@@ -19,6 +19,7 @@ use super::doorbell_buffer::pair_doorbells;
 use super::drive_monitor::CHECK_INTERVAL;
 use super::error::ControllerError;
 use super::{PhysicalDrive, lock};
+use nvme_driver::{DriverError, QueuePairAddresses};
 use nvme_guest::address::PAGE_SIZE;
 use nvme_guest::dma::RegionTable;
 use nvme_mpt::drive::{HostNamespace, QueuePairUse, ReservedPairs};
@@ -26,10 +27,9 @@ use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt_memory::clock::{TickRate, Ticks, ticks_in};
 use nvme_mpt_memory::sync::{Mutex, MutexGuard};
-use nvme_spec::admin::{CreateIoCq, CreateIoSq, DeleteQueue, QueuePriority, SetFeatures};
-use nvme_spec::feature::{FeatureId, NumberOfQueues};
+use nvme_spec::admin::QueuePriority;
 use nvme_spec::ids::{CommandId, QueueId};
-use nvme_spec::opcode::{AdminOpcode, NvmOpcode};
+use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::registers::{Cap, Doorbell};
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
@@ -387,21 +387,8 @@ impl JoinRetryLimit {
 
 /// Sends Set Features, Number of Queues, which the drive needs after each reset. Returns the number of granted pairs.
 pub(super) fn set_number_of_queues(admin: &mut AdminQueue) -> Result<u16, ControllerError> {
-    let wanted = NumberOfQueues(0)
-        .with_nsq_z(REQUESTED_PAIRS - 1)
-        .with_ncq_z(REQUESTED_PAIRS - 1);
-    let mut sqe = Sqe::new(AdminOpcode::SET_FEATURES.0);
-    let set = SetFeatures {
-        fid: FeatureId::NUMBER_OF_QUEUES,
-        dword11: wanted.0,
-        ..SetFeatures::default()
-    };
-    set.write_to(&mut sqe);
-    let granted = NumberOfQueues(admin.execute(sqe)?.dw0());
-    Ok(granted
-        .nsq_z()
-        .min(granted.ncq_z())
-        .saturating_add(1)
+    Ok(admin
+        .request_queue_pairs(REQUESTED_PAIRS)?
         .min(REQUESTED_PAIRS))
 }
 
@@ -413,36 +400,17 @@ pub(super) fn create_queues(
     pair: &VfioQueuePair,
     priority: QueuePriority,
 ) -> Result<QueuePriority, ControllerError> {
-    // At most `ENTRIES_MAX` entries, so the number fits into 16 bits.
-    let qsize_z = (pair.entries() - 1) as u16;
-    let mut cq = Sqe::new(AdminOpcode::CREATE_IO_CQ.0);
-    cq.dptr = [pair.cq_iova().bits(), 0];
-    let create_cq = CreateIoCq {
-        qid,
-        qsize_z,
-        pc: true,
-        ien: false,
-        iv: 0,
+    let addresses = QueuePairAddresses {
+        sq: pair.sq_iova().bits(),
+        cq: pair.cq_iova().bits(),
+        // At most `ENTRIES_MAX` entries, so the number fits into 16 bits.
+        entries: pair.entries() as u16,
     };
-    create_cq.write_to(&mut cq);
-    admin.execute(cq)?;
-    let mut create_sq = |qprio| {
-        let mut sq = Sqe::new(AdminOpcode::CREATE_IO_SQ.0);
-        sq.dptr = [pair.sq_iova().bits(), 0];
-        let create_sq = CreateIoSq {
-            qid,
-            qsize_z,
-            pc: true,
-            qprio,
-            cqid: qid,
-            nvmsetid: 0,
-        };
-        create_sq.write_to(&mut sq);
-        admin.execute(sq).map(|_| qprio)
-    };
+    admin.create_cq(qid, &addresses)?;
+    let mut create_sq = |qprio| admin.create_sq(qid, &addresses, qprio).map(|()| qprio);
     let created = match create_sq(priority) {
         // Any failure counts as a refusal of the class: drives use different statuses for it.
-        Err(ControllerError::Admin { .. }) if priority != QueuePriority::MEDIUM => {
+        Err(DriverError::Admin { .. }) if priority != QueuePriority::MEDIUM => {
             create_sq(QueuePriority::MEDIUM)
         }
         created => created,
@@ -454,31 +422,21 @@ pub(super) fn create_queues(
         }
         Err(error) => error,
     };
-    if let ControllerError::Admin { .. } = error {
+    if let DriverError::Admin { .. } = error {
         // The Completion Queue is deleted, so that the next attempt can use its identifier and the memory can be freed.
-        return Err(match delete_queue(admin, AdminOpcode::DELETE_IO_CQ, qid) {
-            Ok(()) => error,
-            Err(ControllerError::Admin { .. }) => ControllerError::QueueNotDeleted { qid },
-            Err(unanswered) => unanswered,
+        return Err(match admin.delete_cq(qid) {
+            Ok(()) => error.into(),
+            Err(DriverError::Admin { .. }) => ControllerError::QueueNotDeleted { qid },
+            Err(unanswered) => unanswered.into(),
         });
     }
-    Err(error)
+    Err(error.into())
 }
 
 /// Deletes the queues of a pair on the drive (Base 2.0, sections 5.6 and 5.7). The deletion ends all commands of these queues.
 pub(super) fn delete_queues(admin: &mut AdminQueue, qid: QueueId) -> Result<(), ControllerError> {
-    delete_queue(admin, AdminOpcode::DELETE_IO_SQ, qid)?;
-    delete_queue(admin, AdminOpcode::DELETE_IO_CQ, qid)
-}
-
-fn delete_queue(
-    admin: &mut AdminQueue,
-    opcode: AdminOpcode,
-    qid: QueueId,
-) -> Result<(), ControllerError> {
-    let mut delete = Sqe::new(opcode.0);
-    DeleteQueue { qid }.write_to(&mut delete);
-    admin.execute(delete).map(|_| ())
+    admin.delete_sq(qid)?;
+    Ok(admin.delete_cq(qid)?)
 }
 
 impl PhysicalDrive {
@@ -645,7 +603,7 @@ impl PhysicalDrive {
     ) -> Result<VfioQueuePair, ControllerError> {
         let qid = QueueId(pairs.count() + 1);
         if pairs.failed_pair.is_some() {
-            self.with_admin(|admin| delete_queue(admin, AdminOpcode::DELETE_IO_CQ, qid))?;
+            self.with_admin(|admin| Ok(admin.delete_cq(qid)?))?;
             pairs.failed_pair = None;
         }
         let config = PairConfig {

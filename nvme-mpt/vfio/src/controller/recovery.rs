@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use log::{error, info, warn};
 
-use super::super::device_backing::{DeviceBacking, is_removal_requested};
+use super::super::device_backing::DeviceBacking;
 use super::super::queue_pair::VfioQueuePair;
 use super::admin_queue::AdminQueue;
 use super::arbitration::DriveArbitration;
@@ -64,11 +64,11 @@ pub(super) fn enable(
     arbitration: &mut DriveArbitration,
 ) -> Result<(), ControllerError> {
     let mut try_with = |mechanism| {
-        admin.reset();
+        admin.restart();
         backing
             .set_bus_master(true)
             .map_err(ControllerError::Function)?;
-        Ok(registers.enable(mechanism, admin.rings())?)
+        Ok(registers.enable(mechanism, admin.addresses())?)
     };
     let in_turn = ArbitrationMechanism::ROUND_ROBIN;
     arbitration.on_enabled(in_turn);
@@ -194,7 +194,7 @@ impl PhysicalDrive {
                 for (_, pair) in pairs {
                     pair.fail_in_flight(INTERRUPTED);
                 }
-                self.set_up(pairs, &mut admin)
+                self.set_up(pairs, &mut admin.queue)
             });
             match result {
                 Ok(granted) => {
@@ -270,7 +270,7 @@ impl PhysicalDrive {
     }
 
     fn is_removal_requested(&self) -> bool {
-        is_removal_requested(self.backing.as_ref())
+        self.backing.is_removal_requested()
     }
 
     /// Stops all memory accesses of the controller by disabling it. If `function_too` is true, resets the function too.

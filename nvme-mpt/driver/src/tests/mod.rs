@@ -1,5 +1,7 @@
 //! A controller for tests, and tests of bring-up and shutdown.
 
+mod admin_queue;
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -13,7 +15,7 @@ use super::*;
 
 /// A clock that advances only by sleeping.
 #[derive(Debug, Default)]
-pub(crate) struct SleepClock(Mutex<Duration>);
+struct SleepClock(Mutex<Duration>);
 
 impl WaitClock for SleepClock {
     fn now(&self) -> Duration {
@@ -31,7 +33,7 @@ impl WaitClock for SleepClock {
 
 /// Registers of a [`TestController`], and its faults.
 #[derive(Debug)]
-pub(crate) struct TestRegisters {
+struct TestRegisters {
     cap: Cap,
     crto: Crto,
     cc: Cc,
@@ -47,20 +49,22 @@ pub(crate) struct TestRegisters {
     next: Option<(Duration, Csts)>,
     /// True if the controller fails when it is enabled.
     fails: bool,
+    admin: Option<admin_queue::TestAdminQueue>,
     /// True if the registers read as all ones.
-    pub(crate) is_silent: bool,
+    is_silent: bool,
 }
 
 /// A controller whose registers react as those of a drive, after a delay.
 #[derive(Debug)]
-pub(crate) struct TestController {
+struct TestController {
     clock: Arc<SleepClock>,
     registers: Mutex<TestRegisters>,
-    pub(crate) is_gone: AtomicBool,
+    is_gone: AtomicBool,
+    is_removal_requested: AtomicBool,
 }
 
 impl TestController {
-    pub(crate) fn new() -> Arc<Self> {
+    fn new() -> Arc<Self> {
         let cap = Cap(0).with_css_nvm(true).with_mqes_z(63).with_to(10);
         Arc::new(Self {
             clock: Arc::default(),
@@ -76,14 +80,16 @@ impl TestController {
                 delay: Duration::from_millis(20),
                 next: None,
                 fails: false,
+                admin: None,
                 is_silent: false,
             }),
             is_gone: AtomicBool::new(false),
+            is_removal_requested: AtomicBool::new(false),
         })
     }
 
     /// Locks the registers, after CSTS has followed CC.
-    pub(crate) fn registers(&self) -> MutexGuard<'_, TestRegisters> {
+    fn registers(&self) -> MutexGuard<'_, TestRegisters> {
         let mut registers = self.registers.lock().unwrap();
         if let Some((due, csts)) = registers.next
             && self.clock.now() >= due
@@ -139,6 +145,10 @@ impl ControllerAccess for TestController {
                 registers.written.push(cc);
                 registers.next = Some((now + registers.delay, csts));
             }
+            offset::DOORBELLS.. => {
+                let admin = registers.admin.as_mut().expect("an admin queue");
+                admin.on_doorbell(at, value);
+            }
             _ => panic!("a write at {at:#x}"),
         }
     }
@@ -154,6 +164,10 @@ impl ControllerAccess for TestController {
 
     fn clock(&self) -> Arc<dyn WaitClock> {
         self.clock.clone()
+    }
+
+    fn is_removal_requested(&self) -> bool {
+        self.is_removal_requested.load(Ordering::Relaxed)
     }
 
     fn is_gone(&self) -> bool {

@@ -1,29 +1,31 @@
-//! A function in this process, and a small guest driver for it.
+//! A function in this process, and a small guest for it.
 //!
-//! The guest's memory is a memory file, its doorbells are mapped, and its driver polls for completions. As in a VM, all its
-//! accesses to the drive pass through the function's registers and queues.
+//! The guest's memory is a memory file, its doorbells are mapped, and its driver ([`nvme_driver`]) polls for completions. As in
+//! a VM, all its accesses to the drive pass through the function's registers and queues.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use nvme_driver::{ControllerAccess, ControllerRegisters, DriverError, QueuePairAddresses};
+use nvme_driver::{
+    ADMIN_MEMORY_BYTES, AdminQueuePair, AdminQueuePositions, ControllerAccess, ControllerRegisters,
+    DriverError, PolledQueuePair, QueueMemory, QueuePairDoorbells, QueuePairLayout,
+    QueuePairPositions, RegisterDoorbell,
+};
 use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::threads::start_thread;
 use nvme_guest::{Gpa, MemoryRegion};
 use nvme_mpt_memory::clock::{self, Ticks};
 use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
 use nvme_mpt_memory::sync::JoinHandle;
-use nvme_mpt_memory::{
-    HostCompletionRing, HostSubmissionRing, MappedWord32, Mapping, MappingAccess,
-};
+use nvme_mpt_memory::{MappedWord32, Mapping, MappingAccess};
 use nvme_mpt_vmm::control_loop::{ControlLoop, ControlLoopHandler};
-use nvme_spec::admin::{CreateIoCq, CreateIoSq};
+use nvme_spec::admin::QueuePriority;
 use nvme_spec::ids::{CommandId, Lba, Nsid, QueueId};
 use nvme_spec::nvm::ReadWrite;
-use nvme_spec::opcode::{AdminOpcode, NvmOpcode};
-use nvme_spec::registers::{ArbitrationMechanism, Doorbell};
+use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::registers::{ArbitrationMechanism, offset};
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 use thiserror::Error;
@@ -39,21 +41,19 @@ pub(super) const DEPTH_MAX: u16 = 128;
 const MEMORY_GPA: u64 = 1 << 32;
 const MEMORY_BYTES: usize = 2 << 20;
 
-/// Offsets in the guest's memory: a page for each admin queue, then the I/O queues, then a data page for each in-flight
-/// command.
-const ADMIN_SQ: usize = 0;
-const ADMIN_CQ: usize = 0x1000;
-const IO_SQ: usize = 0x4000;
-const IO_CQ: usize = 0x8000;
+/// I/O queues in the guest's memory. The admin queues lie before them; a data page for each in-flight command follows.
+const IO_QUEUES: QueuePairLayout = QueuePairLayout {
+    sq_offset: 0x4000,
+    cq_offset: 0x8000,
+    entries: 256,
+};
 const DATA_OFFSET: usize = 0x1_0000;
 
-const ADMIN_ENTRIES: u16 = 32;
-const IO_ENTRIES: u16 = 256;
-
-const _: () = assert!(DEPTH_MAX < IO_ENTRIES);
+const _: () = assert!(ADMIN_MEMORY_BYTES <= IO_QUEUES.sq_offset);
+const _: () = assert!(DEPTH_MAX < IO_QUEUES.entries);
 const _: () = assert!(DATA_OFFSET + DEPTH_MAX as usize * IO_BYTES <= MEMORY_BYTES);
 
-const IO_QUEUE: QueueId = QueueId(1);
+const IO_QID: QueueId = QueueId(1);
 
 /// Timeout for a completion. It is longer than a function's own command timeout.
 const COMPLETION_TIMEOUT: Duration = Duration::from_secs(60);
@@ -107,30 +107,23 @@ pub(super) enum ScratchGuestError {
     End(#[from] vmm_device::EndError),
 }
 
-/// Rings of a queue pair.
-struct QueuePairRings {
-    sq: HostSubmissionRing,
-    cq: HostCompletionRing,
-}
+/// Mapping of the guest's memory.
+#[derive(Clone)]
+struct ScratchMemory(Arc<Mapping>);
 
-impl QueuePairRings {
-    fn new(memory: &Arc<Mapping>, sq: usize, cq: usize, entries: u16) -> io::Result<Self> {
-        let outside = || io::Error::other("The rings do not lie in their memory");
-        let mut rings = Self {
-            sq: HostSubmissionRing::new(memory, sq, entries.into()).ok_or_else(outside)?,
-            cq: HostCompletionRing::new(memory, cq, entries.into()).ok_or_else(outside)?,
-        };
-        rings.sq.restart();
-        rings.cq.restart();
-        Ok(rings)
+impl QueueMemory for ScratchMemory {
+    fn mapping(&self) -> &Arc<Mapping> {
+        &self.0
+    }
+
+    fn device_address(&self, offset: usize) -> u64 {
+        MEMORY_GPA + offset as u64
     }
 }
 
-/// Mapped doorbells of the I/O queue pair.
-struct GuestDoorbells {
-    tail: MappedWord32,
-    head: MappedWord32,
-}
+/// Admin queue pair of a guest. Its doorbells are registers, which the control thread serves.
+type ScratchAdminQueue =
+    AdminQueuePair<SharedFunction, ScratchMemory, RegisterDoorbell<SharedFunction>>;
 
 /// A function that its guest and its control thread share.
 struct SharedFunction {
@@ -172,6 +165,10 @@ impl ControllerAccess for SharedFunction {
 
     fn write64(&self, offset: u64, value: u64) {
         self.write(offset, &value.to_le_bytes());
+    }
+
+    fn admin_timeout(&self) -> Duration {
+        COMPLETION_TIMEOUT
     }
 }
 
@@ -230,20 +227,34 @@ impl Drop for RunningFunction {
     }
 }
 
-/// Guest memory and rings, which outlive a function.
+/// Guest memory, which outlives a function.
 struct GuestMachine {
     name: String,
     lba_shift: u8,
     file: OwnedFd,
-    memory: Arc<Mapping>,
-    admin: QueuePairRings,
-    io: QueuePairRings,
+    memory: ScratchMemory,
+}
+
+impl GuestMachine {
+    fn new(name: &str, lba_shift: u8) -> io::Result<Self> {
+        let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?;
+        rustix::fs::ftruncate(&file, MEMORY_BYTES as u64)?;
+        let memory = Mapping::shared(file.as_fd(), 0, MEMORY_BYTES, MappingAccess::ReadWrite)?;
+        Ok(Self {
+            name: name.to_owned(),
+            lba_shift,
+            file,
+            memory: ScratchMemory(Arc::new(memory)),
+        })
+    }
 }
 
 /// Guest without a function: its memory, and the saved state from which its next function is restored.
 pub(super) struct SuspendedGuest {
     machine: GuestMachine,
     state: Vec<u8>,
+    admin: AdminQueuePositions,
+    io: QueuePairPositions,
 }
 
 /// A guest with one I/O queue pair.
@@ -251,7 +262,8 @@ pub(super) struct ScratchGuest {
     machine: GuestMachine,
     running: RunningFunction,
     registers: ControllerRegisters<SharedFunction>,
-    doorbells: GuestDoorbells,
+    admin: ScratchAdminQueue,
+    io: PolledQueuePair<MappedWord32>,
 }
 
 impl ScratchGuest {
@@ -261,29 +273,30 @@ impl ScratchGuest {
         function: NvmeFunction,
         lba_shift: u8,
     ) -> Result<Self, ScratchGuestError> {
-        let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)
-            .map_err(io::Error::from)?;
-        rustix::fs::ftruncate(&file, MEMORY_BYTES as u64).map_err(io::Error::from)?;
-        let memory = Mapping::shared(file.as_fd(), 0, MEMORY_BYTES, MappingAccess::ReadWrite)?;
-        let memory = Arc::new(memory);
-        let doorbells = map_doorbells(&function)?;
-        map_memory(&function, &file)?;
-        let running = RunningFunction::start(name, function)?;
-        let mut guest = Self {
-            machine: GuestMachine {
-                name: name.to_owned(),
-                lba_shift,
-                file,
-                admin: QueuePairRings::new(&memory, ADMIN_SQ, ADMIN_CQ, ADMIN_ENTRIES)?,
-                io: QueuePairRings::new(&memory, IO_SQ, IO_CQ, IO_ENTRIES)?,
-                memory,
-            },
-            registers: ControllerRegisters::new(running.function.clone())?,
-            running,
-            doorbells,
-        };
+        let machine = GuestMachine::new(name, lba_shift)?;
+        map_memory(&function, &machine.file)?;
+        let mut guest = Self::attach(machine, function)?;
         guest.enable()?;
         Ok(guest)
+    }
+
+    /// Attaches a guest to a function that has its memory, with queue pairs at their first entries.
+    fn attach(machine: GuestMachine, function: NvmeFunction) -> Result<Self, ScratchGuestError> {
+        let (doorbells, first) = map_doorbells(&function)?;
+        let running = RunningFunction::start(&machine.name, function)?;
+        let registers = ControllerRegisters::new(running.function.clone())?;
+        let dstrd = registers.cap().dstrd();
+        let (function, memory) = (&running.function, &machine.memory);
+        let admin = QueuePairDoorbells::in_registers(function, QueueId::ADMIN, dstrd);
+        let io = QueuePairDoorbells::mapped(&doorbells, first, IO_QID, dstrd);
+        let io = io.ok_or_else(|| io::Error::other("The doorbells do not lie in their memory"))?;
+        Ok(Self {
+            admin: AdminQueuePair::new(function.clone(), memory.clone(), admin)?,
+            io: PolledQueuePair::new(memory, IO_QUEUES, io)?,
+            registers,
+            running,
+            machine,
+        })
     }
 
     fn function(&self) -> MutexGuard<'_, NvmeFunction> {
@@ -294,73 +307,20 @@ impl ScratchGuest {
     fn enable(&mut self) -> Result<(), ScratchGuestError> {
         // Memory Space Enable and Bus Master Enable.
         let _ = self.function().write_config(0x04, &0b110_u16.to_le_bytes());
-        let admin = QueuePairAddresses {
-            sq: MEMORY_GPA + ADMIN_SQ as u64,
-            cq: MEMORY_GPA + ADMIN_CQ as u64,
-            entries: ADMIN_ENTRIES,
-        };
+        self.admin.restart();
+        self.io.restart();
+        let addresses = self.admin.addresses();
         self.registers
-            .enable(ArbitrationMechanism::ROUND_ROBIN, admin)?;
-        let mut cq = Sqe::new(AdminOpcode::CREATE_IO_CQ.0);
-        cq.dptr[0] = MEMORY_GPA + IO_CQ as u64;
-        let create = CreateIoCq {
-            qid: IO_QUEUE,
-            qsize_z: IO_ENTRIES - 1,
-            pc: true,
-            ..CreateIoCq::default()
-        };
-        create.write_to(&mut cq);
-        self.execute_admin("Create I/O Completion Queue", cq)?;
-        let mut sq = Sqe::new(AdminOpcode::CREATE_IO_SQ.0);
-        sq.dptr[0] = MEMORY_GPA + IO_SQ as u64;
-        let create = CreateIoSq {
-            qid: IO_QUEUE,
-            qsize_z: IO_ENTRIES - 1,
-            pc: true,
-            cqid: IO_QUEUE,
-            ..CreateIoSq::default()
-        };
-        create.write_to(&mut sq);
-        self.execute_admin("Create I/O Submission Queue", sq)
-    }
-
-    fn execute_admin(&mut self, command: &'static str, sqe: Sqe) -> Result<(), ScratchGuestError> {
-        self.machine.admin.sq.push(&sqe, CommandId(0));
-        self.ring_admin(
-            Doorbell::SqTail(QueueId::ADMIN),
-            self.machine.admin.sq.tail(),
-        );
-        let mut wait = BoundedWait::new();
-        let cqe = loop {
-            if let Some(cqe) = self.machine.admin.cq.take() {
-                break cqe;
-            }
-            if !wait.pause() {
-                return Err(ScratchGuestError::NoCompletion { flying: 1 });
-            }
-        };
-        self.ring_admin(
-            Doorbell::CqHead(QueueId::ADMIN),
-            self.machine.admin.cq.head(),
-        );
-        match cqe.high.status() {
-            Status::SUCCESS => Ok(()),
-            status => Err(ScratchGuestError::Failed { command, status }),
-        }
-    }
-
-    fn ring_admin(&self, doorbell: Doorbell, value: u32) {
-        let register = self.function().doorbell_offset(doorbell);
-        self.running.function.write32(register, value);
+            .enable(ArbitrationMechanism::ROUND_ROBIN, addresses)?;
+        let addresses = self.io.addresses(&self.machine.memory);
+        self.admin.create_cq(IO_QID, &addresses)?;
+        let priority = QueuePriority::MEDIUM;
+        Ok(self.admin.create_sq(IO_QID, &addresses, priority)?)
     }
 
     /// Resets the controller by CC.EN, even with in-flight commands (Controller Level Reset).
     pub(super) fn reset(&mut self) -> Result<(), ScratchGuestError> {
         self.registers.disable()?;
-        for rings in [&mut self.machine.admin, &mut self.machine.io] {
-            rings.sq.restart();
-            rings.cq.restart();
-        }
         self.enable()
     }
 
@@ -375,6 +335,8 @@ impl ScratchGuest {
         Ok(SuspendedGuest {
             machine: self.machine,
             state,
+            admin: self.admin.positions(),
+            io: self.io.positions(),
         })
     }
 
@@ -399,7 +361,7 @@ impl ScratchGuest {
 
     /// Fills the data page of a slot.
     pub(super) fn fill_data(&self, slot: u16, bytes: &[u8; IO_BYTES]) {
-        if let Some(data) = self.machine.memory.bytes(data_offset(slot), IO_BYTES) {
+        if let Some(data) = self.machine.memory.0.bytes(data_offset(slot), IO_BYTES) {
             data.copy_from(bytes);
         }
     }
@@ -407,7 +369,7 @@ impl ScratchGuest {
     /// Returns the content of a slot's data page.
     pub(super) fn data(&self, slot: u16) -> [u8; IO_BYTES] {
         let mut bytes = [0; IO_BYTES];
-        if let Some(data) = self.machine.memory.bytes(data_offset(slot), IO_BYTES) {
+        if let Some(data) = self.machine.memory.0.bytes(data_offset(slot), IO_BYTES) {
             data.copy_to(&mut bytes);
         }
         bytes
@@ -416,9 +378,9 @@ impl ScratchGuest {
     /// Submits commands in the slots 0, 1, 2 and so on. Does not wait for completions.
     pub(super) fn submit(&mut self, commands: &[Sqe]) {
         for (slot, sqe) in (0..).zip(commands) {
-            self.machine.io.sq.push(sqe, CommandId(slot));
+            self.io.push(sqe, CommandId(slot));
         }
-        self.doorbells.tail.store(self.machine.io.sq.tail());
+        self.io.ring();
     }
 
     /// Executes the commands of `work` until it has no more. Up to `depth` commands are in flight at a time.
@@ -432,12 +394,13 @@ impl ScratchGuest {
         let mut wait = BoundedWait::new();
         let mut ended = false;
         loop {
-            let tail = self.machine.io.sq.tail();
+            let mut has_pushed = false;
             while !ended && let Some(slot) = free.pop() {
                 match work.next(self, slot) {
                     Some(sqe) => {
                         flying[usize::from(slot)] = Some(Ticks::now());
-                        self.machine.io.sq.push(&sqe, CommandId(slot));
+                        self.io.push(&sqe, CommandId(slot));
+                        has_pushed = true;
                     }
                     None => {
                         ended = true;
@@ -445,11 +408,11 @@ impl ScratchGuest {
                     }
                 }
             }
-            if self.machine.io.sq.tail() != tail {
-                self.doorbells.tail.store(self.machine.io.sq.tail());
+            if has_pushed {
+                self.io.ring();
             }
             let mut taken = false;
-            while let Some(cqe) = self.machine.io.cq.take() {
+            while let Some(cqe) = self.io.take() {
                 let slot = cqe.high.cid().0;
                 let started = flying.get_mut(usize::from(slot)).and_then(Option::take);
                 let started = started.ok_or(ScratchGuestError::UnknownCid(slot))?;
@@ -459,7 +422,7 @@ impl ScratchGuest {
                 taken = true;
             }
             if taken {
-                self.doorbells.head.store(self.machine.io.cq.head());
+                self.io.release();
                 wait = BoundedWait::new();
                 continue;
             }
@@ -505,17 +468,20 @@ impl SuspendedGuest {
         self,
         mut function: NvmeFunction,
     ) -> Result<ScratchGuest, ScratchGuestError> {
-        let Self { machine, state } = self;
+        let Self {
+            machine,
+            state,
+            admin,
+            io,
+        } = self;
         map_memory(&function, &machine.file)?;
         drop(function.restore(&FunctionState::from_bytes(&state)?)?);
-        let doorbells = map_doorbells(&function)?;
         function.resume();
-        let running = RunningFunction::start(&machine.name, function)?;
+        let guest = ScratchGuest::attach(machine, function)?;
         Ok(ScratchGuest {
-            registers: ControllerRegisters::new(running.function.clone())?,
-            running,
-            machine,
-            doorbells,
+            admin: guest.admin.at(admin)?,
+            io: guest.io.at(io)?,
+            ..guest
         })
     }
 }
@@ -563,24 +529,15 @@ fn map_memory(function: &NvmeFunction, file: &OwnedFd) -> Result<(), ScratchGues
     Ok(())
 }
 
-/// Maps the doorbells of the I/O queue pair.
-fn map_doorbells(function: &NvmeFunction) -> io::Result<GuestDoorbells> {
+/// Maps the doorbells. Returns the mapping, and the offset of the first doorbell in it.
+fn map_doorbells(function: &NvmeFunction) -> io::Result<(Arc<Mapping>, usize)> {
     let region = function.doorbell_memory();
-    let outside = || io::Error::other("The doorbells do not lie in their memory");
     let length = usize::try_from(region.length).map_err(io::Error::other)?;
     let memory = Mapping::shared(region.fd, region.offset, length, MappingAccess::ReadWrite)?;
-    let memory = Arc::new(memory);
-    let cell = |doorbell| {
-        let at = function
-            .doorbell_offset(doorbell)
-            .checked_sub(region.offset);
-        let at = usize::try_from(at.ok_or_else(outside)?).map_err(io::Error::other)?;
-        MappedWord32::new(&memory, at).ok_or_else(outside)
-    };
-    Ok(GuestDoorbells {
-        tail: cell(Doorbell::SqTail(IO_QUEUE))?,
-        head: cell(Doorbell::CqHead(IO_QUEUE))?,
-    })
+    let first = offset::DOORBELLS.checked_sub(region.offset);
+    let first =
+        first.ok_or_else(|| io::Error::other("The doorbells do not lie in their memory"))?;
+    Ok((Arc::new(memory), first as usize))
 }
 
 /// Creates the function of a controller backend.

@@ -352,7 +352,7 @@ impl LocalBackend {
             can_be_damaged: host.can_be_damaged(),
             is_private: drive.is_private(),
             unit_blocks,
-            policies: policies,
+            policies,
         };
         let holding = Arc::new(OpenLease::new(lease, host, spare, reservation, drive));
         let marks = holding.lease.uncorrectable();

@@ -51,7 +51,7 @@ impl QueueMemory for AdminQueueMemory {
     }
 }
 
-/// What the lock of a drive's admin queue pair protects.
+/// State that the lock of a drive's admin queue pair protects.
 #[derive(Debug)]
 pub(super) struct LockedAdminQueue {
     pub(super) queue: AdminQueue,

@@ -1,5 +1,5 @@
-//! Pauses of functions with little memory when their server is killed beside a client with much memory. The next server must not
-//! pin the memory of all clients again before the first of them continues.
+//! Pauses of functions whose clients have little memory, when their server is killed and another of its clients has much
+//! memory. Long pauses show that the next server pins the memory of all clients before the first client continues.
 
 use std::fs;
 use std::sync::Arc;
@@ -19,15 +19,15 @@ use crate::fixture::{CheckEnvironment, Failure, await_that, expect, iommu_faults
 const SMALL: [&str; 7] = ["s1", "s2", "s3", "s4", "s5", "s6", "s7"];
 /// Length of each function's range.
 const RANGE: u64 = 4 << 20;
-/// Number of regions of the large memory, and their size. Between them are holes of the same size, so each is a mapping of its
-/// own.
+/// Number of regions of the large memory. Between them are holes of [`REGION`] bytes, so each region is a mapping of its own.
 const REGIONS: u64 = 64;
+/// Size of a region in bytes.
 const REGION: u64 = 16 << 20;
-/// Part of the log line that a server writes for each client that it continues.
+/// Part of the log line that a server writes when a client of its predecessor continues.
 const PAUSE: &str = "it had no server for ";
 
-/// Kills `servers` servers, each when all clients of the last one continue, and prints the pauses of the small functions. No
-/// client may notice more than a delay.
+/// Kills `servers` servers one after the other, and prints the pauses of the small functions. A server is killed when all small
+/// functions have continued on it. Their clients may see delays, but no errors.
 pub(crate) fn beside_large_memory(bench: &CheckEnvironment, servers: usize) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let a = inside::address("a")?;
@@ -58,7 +58,7 @@ pub(crate) fn beside_large_memory(bench: &CheckEnvironment, servers: usize) -> R
     let mut pauses = Vec::new();
     for killed in 1..=servers {
         server.replace(ServerReplacement::Kill)?;
-        await_that("all clients to continue", || {
+        await_that("the small functions to continue", || {
             let log = fs::read_to_string(&log).map_err(with_path(&log))?;
             pauses = log.lines().filter_map(small_pause).collect();
             Ok(pauses.len() >= killed * SMALL.len())
@@ -75,7 +75,9 @@ pub(crate) fn beside_large_memory(bench: &CheckEnvironment, servers: usize) -> R
             + counts.withdrawn
             + counts.doubled
             + counts.lost_commands();
-        expect(unlike == 0, || format!("A client noticed: {counts:?}"))?;
+        expect(unlike == 0, || {
+            format!("A client saw more than delays: {counts:?}")
+        })?;
     }
     server.expect_alive()?;
     server.stop()?;
@@ -94,7 +96,7 @@ pub(crate) fn beside_large_memory(bench: &CheckEnvironment, servers: usize) -> R
     Ok(inside::bind("a", "nvme")?)
 }
 
-/// Returns the pause in milliseconds if the line of a server's log is about a small function.
+/// Returns the pause in milliseconds that a line of a server's log reports for a small function; `None` for any other line.
 fn small_pause(line: &str) -> Option<f64> {
     let (client, pause) = line.split_once(PAUSE)?;
     let is_small = SMALL

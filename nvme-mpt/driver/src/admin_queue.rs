@@ -95,11 +95,11 @@ impl<A: ?Sized, M: fmt::Debug, D: fmt::Debug> fmt::Debug for AdminQueuePair<A, M
 }
 
 impl<A: ControllerAccess + ?Sized, M: QueueMemory, D: QueueDoorbell> AdminQueuePair<A, M, D> {
-    /// Creates an admin queue pair in memory of [`ADMIN_MEMORY_BYTES`]. Its memory is left as it is: [`Self::restart`] empties
-    /// it.
+    /// Creates an admin queue pair in memory of [`ADMIN_MEMORY_BYTES`]. Does not write to the memory: [`Self::restart`] empties
+    /// the queues.
     ///
     /// # Errors
-    /// The memory is too small.
+    /// [`DriverError::QueueOutsideMemory`].
     pub fn new(
         controller: Arc<A>,
         memory: M,
@@ -122,7 +122,7 @@ impl<A: ControllerAccess + ?Sized, M: QueueMemory, D: QueueDoorbell> AdminQueueP
     /// Continues at positions that another driver process has reached.
     ///
     /// # Errors
-    /// The queues have no such positions.
+    /// A position is not inside its queue.
     pub fn at(self, positions: AdminQueuePositions) -> Result<Self, DriverError> {
         Ok(Self {
             pair: self.pair.at(positions.rings)?,
@@ -154,8 +154,8 @@ impl<A: ControllerAccess + ?Sized, M: QueueMemory, D: QueueDoorbell> AdminQueueP
         self.pair.addresses(&self.memory)
     }
 
-    /// Returns whether the controller has reported events that are not taken. Until an event is handled, the controller reports
-    /// no further event of its type.
+    /// Returns whether there are events for [`Self::take_events`]. Until an event is handled, the controller reports no further
+    /// event of its type.
     #[must_use]
     pub fn has_events(&self) -> bool {
         !self.events.is_empty()
@@ -279,7 +279,7 @@ impl<A: ControllerAccess + ?Sized, M: QueueMemory, D: QueueDoorbell> AdminQueueP
         csts != REMOVED && Csts(csts).pp()
     }
 
-    /// Executes a command that returns at most a page of data, and copies what the controller has returned into `data`.
+    /// Executes a command that returns at most a page of data, and copies the returned data into `data`.
     ///
     /// # Errors
     /// As [`Self::execute`].
@@ -377,8 +377,8 @@ impl<A: ControllerAccess + ?Sized, M: QueueMemory, D: QueueDoorbell> AdminQueueP
         self.execute(sqe).map(|_| ())
     }
 
-    /// Creates a contiguous I/O Submission Queue with the Completion Queue of the same identifier (section 5.5). `qprio`
-    /// matters with weighted round robin alone.
+    /// Creates a contiguous I/O Submission Queue (section 5.5). It uses the Completion Queue `qid`. `qprio` has an effect only
+    /// with weighted round robin arbitration.
     ///
     /// # Errors
     /// As [`Self::execute`].
@@ -402,7 +402,7 @@ impl<A: ControllerAccess + ?Sized, M: QueueMemory, D: QueueDoorbell> AdminQueueP
         self.execute(sqe).map(|_| ())
     }
 
-    /// Deletes an I/O Completion Queue (section 5.6), which has no Submission Queue any more.
+    /// Deletes an I/O Completion Queue (section 5.6). The caller has deleted its Submission Queue.
     ///
     /// # Errors
     /// As [`Self::execute`].
@@ -444,8 +444,8 @@ impl<A: ControllerAccess + ?Sized, M: QueueMemory, D: QueueDoorbell> AdminQueueP
         std::mem::take(&mut self.events)
     }
 
-    /// Submits a command. The ring always has a free entry: commands execute one at a time, and completions are taken before
-    /// the next command.
+    /// Submits a command. Commands execute one at a time, so the Submission Queue is full only if the controller has fetched
+    /// none of the last [`ENTRIES`] - 1 commands.
     fn submit(&mut self, sqe: &Sqe, cid: CommandId) {
         self.pair.push(sqe, cid);
         self.pair.ring();
@@ -475,7 +475,7 @@ impl<A: ControllerAccess + ?Sized, M: QueueMemory, D: QueueDoorbell> AdminQueueP
     }
 }
 
-/// Returns Set Features of a feature of the controller (section 5.27), without saving.
+/// Returns a Set Features command for a feature of the controller (section 5.27), without saving.
 #[must_use]
 pub fn set_feature_command(fid: FeatureId, value: u32) -> Sqe {
     let mut sqe = Sqe::new(AdminOpcode::SET_FEATURES.0);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use nvme_mpt_memory::deadline::{SystemClock, WaitClock};
 
-/// Access to a controller: its registers, and what limits the waits for it.
+/// Access to a controller: its registers, and the conditions that end a wait for it.
 ///
 /// A controller may disappear at any time. Then its registers read as all ones, and writes are lost. Registers also read as all
 /// ones for a while, if the link is down or the kernel resets the function.
@@ -32,14 +32,14 @@ pub trait ControllerAccess: Send + Sync {
         Duration::from_secs(5)
     }
 
-    /// Returns whether the host wants the controller back, because its function is being removed or unbound. The host waits until
-    /// the owner of the function releases it.
+    /// Returns whether the host wants the controller back, because its function is being removed or unbound. The host waits
+    /// until the function is released.
     fn is_removal_requested(&self) -> bool {
         false
     }
 
-    /// Returns whether the controller was removed or released, so that it never answers again. A controller that does not answer
-    /// for a time, as during a reset of its function, does not count.
+    /// Returns whether the controller was removed or released, so that it never answers again. Returns false for a controller
+    /// that does not answer for a while, as during a reset of its function.
     fn is_gone(&self) -> bool {
         false
     }

@@ -4,10 +4,10 @@ use nvme_spec::opcode::AdminOpcode;
 use nvme_spec::registers::Csts;
 use nvme_spec::status::Status;
 
-/// Error of a controller that is driven.
+/// Error of a step of the driver.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DriverError {
-    /// The controller was removed, or has lost power.
+    /// The controller was removed or released, or has lost power.
     #[error("The controller is gone: its registers read as all ones")]
     Gone,
     /// The host asks for the controller's function, because the function is being removed or unbound.
@@ -32,7 +32,7 @@ pub enum DriverError {
     /// The controller did not reach a state within the time that the specification allows.
     #[error("The controller did not {state} within {seconds} s; its status is {csts:?}")]
     StateTimeout {
-        /// State that was expected.
+        /// Expected change of state, as a verb: `become ready`.
         state: &'static str,
         /// Timeout in seconds.
         seconds: u64,
@@ -59,9 +59,9 @@ pub enum DriverError {
         status: Status,
     },
     /// The queues are not aligned, or do not lie in their memory.
-    #[error("The queues do not lie in their memory")]
+    #[error("The queues are not aligned, or do not lie in their memory")]
     QueueOutsideMemory,
-    /// The queues have no such positions.
-    #[error("The queues have no such positions")]
+    /// A position is not inside its queue.
+    #[error("A position is not inside its queue")]
     InvalidPosition,
 }

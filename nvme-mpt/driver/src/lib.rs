@@ -1,15 +1,15 @@
-//! The steps of an NVMe driver, each in one place.
+//! Steps of an NVMe driver: bring-up, admin commands, and queue pairs that are polled.
 //!
 //! The driver knows neither a bus nor a way to map memory: it reaches a controller through [`ControllerAccess`], and the
 //! controller reaches memory by the addresses of a [`QueueMemory`]. So the same steps bring up a physical drive behind VFIO, a
 //! model of one in tests, and an emulated function in the same process.
 //!
 //! - [`ControllerRegisters`] enables, disables and shuts down a controller (Base 2.0, sections 3.5 to 3.7).
-//! - [`AdminQueuePair`] executes admin commands, and those by name that every driver needs. It collects events.
+//! - [`AdminQueuePair`] executes admin commands. Commands that every driver needs have methods. It collects events, too.
 //! - [`PolledQueuePair`] has the rings and doorbells of any queue pair without interrupts. Its memory is a [`QueueMemory`].
 //!
-//! Waits use the clock of the controller, and end if the controller is gone. The crate starts no threads, handles no interrupts,
-//! and decides nothing about recovery: its caller does, from the [`DriverError`].
+//! Waits use [`ControllerAccess::clock`], and end if the controller is gone. The crate starts no threads and handles no
+//! interrupts. The caller decides on recovery, by the [`DriverError`].
 //!
 //! # Example
 //!

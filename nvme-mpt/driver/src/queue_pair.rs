@@ -54,8 +54,8 @@ pub struct QueuePairDoorbells<D> {
 }
 
 impl QueuePairDoorbells<MappedWord32> {
-    /// Returns the doorbells of the queues `qid` in a mapping, whose byte `first` is the first doorbell of the controller.
-    /// `None` if the mapping does not contain them.
+    /// Returns the doorbells of the queues `qid` in a mapping; `None` if the mapping does not contain them. `first` is the
+    /// offset of the controller's first doorbell in the mapping.
     #[must_use]
     pub fn mapped(mapping: &Arc<Mapping>, first: usize, qid: QueueId, dstrd: u8) -> Option<Self> {
         let word = |doorbell: Doorbell| {
@@ -83,7 +83,7 @@ impl<A: ControllerAccess + ?Sized> QueuePairDoorbells<RegisterDoorbell<A>> {
     }
 }
 
-/// Places of both queues in their memory. Each queue is contiguous.
+/// Offsets of both queues in their memory. Each queue is contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueuePairLayout {
     /// Offset of the Submission Queue, a multiple of the memory page size.
@@ -115,7 +115,7 @@ pub struct PolledQueuePair<D> {
 }
 
 impl<D: QueueDoorbell> PolledQueuePair<D> {
-    /// Creates a queue pair. Its memory is left as it is: [`Self::restart`] empties it.
+    /// Creates a queue pair. Does not write to the memory: [`Self::restart`] empties the queues.
     ///
     /// # Errors
     /// The queues are not aligned, or do not lie in their memory.
@@ -143,7 +143,7 @@ impl<D: QueueDoorbell> PolledQueuePair<D> {
     /// Continues at positions that another driver process has reached.
     ///
     /// # Errors
-    /// The queues have no such positions.
+    /// A position is not inside its queue.
     pub fn at(self, positions: QueuePairPositions) -> Result<Self, DriverError> {
         let QueuePairPositions { tail, head, phase } = positions;
         let (sq, cq) = (self.sq.with_tail(tail), self.cq.with_head(head, phase));
@@ -164,7 +164,7 @@ impl<D: QueueDoorbell> PolledQueuePair<D> {
         }
     }
 
-    /// Returns the addresses of the queues in `memory`, the memory that the pair was created in.
+    /// Returns the addresses of the queues for the controller. `memory` is the memory in which the pair was created.
     #[must_use]
     pub fn addresses(&self, memory: &(impl QueueMemory + ?Sized)) -> QueuePairAddresses {
         QueuePairAddresses {
@@ -174,7 +174,7 @@ impl<D: QueueDoorbell> PolledQueuePair<D> {
         }
     }
 
-    /// Empties the queues, which the controller must not use.
+    /// Empties the queues. The controller must not use them at that time.
     pub fn restart(&mut self) {
         self.sq.restart();
         self.cq.restart();
@@ -186,9 +186,9 @@ impl<D: QueueDoorbell> PolledQueuePair<D> {
         self.sq.push(sqe, cid);
     }
 
-    /// Gives the controller the commands that were written (Submission Queue Tail Doorbell).
+    /// Submits the written commands to the controller (Submission Queue Tail Doorbell).
     pub fn ring(&self) {
-        // The entries become visible before the doorbell, even if the doorbell is no memory.
+        // The entries must become visible before the doorbell, even if the doorbell is not in mapped memory.
         fence(Ordering::Release);
         self.doorbells.sq_tail.ring(self.sq.tail());
     }
@@ -198,7 +198,7 @@ impl<D: QueueDoorbell> PolledQueuePair<D> {
         self.cq.take()
     }
 
-    /// Gives the controller the entries of the completions that were taken (Completion Queue Head Doorbell).
+    /// Returns the entries of the taken completions to the controller (Completion Queue Head Doorbell).
     pub fn release(&self) {
         self.doorbells.cq_head.ring(self.cq.head());
     }

@@ -1,4 +1,4 @@
-//! Properties of a controller, and waits for changes of its status (Base 2.0, sections 3.1.3, 3.5 and 3.6).
+//! Registers of a controller, to enable, disable and shut it down (Base 2.0, sections 3.1.3 and 3.5 to 3.7).
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,10 +22,11 @@ const TIMEOUT_MIN: Duration = Duration::from_secs(2);
 /// Minimum timeout of a shutdown. It also applies to controllers that report a shorter time or none (`RTD3E`).
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum timeout of a shutdown, because controllers may report up to 71 minutes. Flushed data is durable even without a shutdown.
+/// Maximum timeout of a shutdown, because controllers may report up to 71 minutes. Flushed data is durable even without a
+/// shutdown.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(60);
 
-/// Returns the timeout of a shutdown of a controller that reports `rtd3e` microseconds.
+/// Returns the shutdown timeout for a controller's RTD3 Entry Latency (`RTD3E`) in microseconds.
 #[must_use]
 pub fn shutdown_timeout(rtd3e: u32) -> Duration {
     Duration::from_micros(rtd3e.into()).clamp(SHUTDOWN_TIMEOUT, SHUTDOWN_MAX)
@@ -45,7 +46,7 @@ pub struct QueuePairAddresses {
     pub entries: u16,
 }
 
-/// A controller's registers and what the driver needs of its capabilities.
+/// Registers of a controller, with its capabilities and the timeout for changes of its state.
 pub struct ControllerRegisters<A: ?Sized> {
     controller: Arc<A>,
     clock: Arc<dyn WaitClock>,
@@ -182,7 +183,8 @@ impl<A: ControllerAccess + ?Sized> ControllerRegisters<A> {
         }
     }
 
-    /// Disables the controller (Controller Reset, section 3.7.2), and waits until it has. After that, it accesses no memory.
+    /// Disables the controller (Controller Reset, section 3.7.2), and waits until it is disabled. A disabled controller
+    /// accesses no memory.
     ///
     /// # Errors
     /// The controller does not answer, or does not become disabled in time.
@@ -200,18 +202,18 @@ impl<A: ControllerAccess + ?Sized> ControllerRegisters<A> {
             }
         }
         self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));
-        self.wait_for_status("be disabled", self.timeout, |csts| !csts.rdy())
+        self.wait_for_status("become disabled", self.timeout, |csts| !csts.rdy())
     }
 
-    /// Disables a controller that has failed to become ready in time, without waiting for it to become ready. Then waits until
-    /// it reports no failure (CSTS.CFS), which would otherwise count as one of the next attempt.
+    /// Disables a controller that did not become ready in time, without another wait for CSTS.RDY. Then waits until it reports
+    /// no failure (CSTS.CFS). Otherwise the next attempt would take this failure for its own.
     ///
     /// # Errors
     /// As [`Self::disable`].
     pub fn disable_failed(&self) -> Result<(), DriverError> {
         let cc = self.configuration()?;
         self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));
-        self.wait_for_status("be disabled without a failure", self.timeout, |csts| {
+        self.wait_for_status("become disabled without a failure", self.timeout, |csts| {
             !csts.rdy() && !csts.cfs()
         })
     }
@@ -221,7 +223,7 @@ impl<A: ControllerAccess + ?Sized> ControllerRegisters<A> {
     /// # Errors
     /// The controller does not answer, or reports the failure for too long.
     pub fn wait_without_failure(&self) -> Result<(), DriverError> {
-        self.wait_for_status("end a failure", self.timeout, |csts| !csts.cfs())
+        self.wait_for_status("clear its failure", self.timeout, |csts| !csts.cfs())
     }
 
     /// Waits until the registers no longer read as all ones.

@@ -27,7 +27,7 @@ pub struct LocalBackendConfig {
     pub reservation: Option<QueuePairReservation>,
     /// Pollers that run the queues.
     pub pollers: Arc<PollerPool>,
-    /// Choices of the function's owner.
+    /// Options of the function.
     pub options: BackendOptions,
 }
 
@@ -35,7 +35,7 @@ pub struct LocalBackendConfig {
 /// nothing.
 const DEFAULT_QUEUE_PAIRS: u16 = 16;
 
-/// Choices of a function's owner that its back end follows.
+/// Options of a function for its back end.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BackendOptions {
     /// Maximum number of I/O queue pairs for the guest: 1 to [`DoorbellStride::queue_pairs_max`].

@@ -338,7 +338,7 @@ impl ControllerAccess for VfioBacking {
                 .unwrap_or(true);
         if is_gone && !self.is_gone.swap(true, Ordering::AcqRel) {
             warn!("{} no longer exists", self.name);
-            // Not every bus returns all ones for reads of an absent device, which the driver relies on.
+            // The driver relies on reads of all ones, but not every bus returns them for an absent device.
             self.detach_registers();
         }
         is_gone

@@ -66,7 +66,7 @@ pub(crate) struct Options {
     /// Prints tables of the performance that tenants of a physical drive keep beside each other.
     #[arg(long)]
     tenants: bool,
-    /// File for the figure of these tables.
+    /// Writes the figure of these tables to this file.
     #[arg(long, requires = "tenants", value_name = "FILE")]
     json: Option<PathBuf>,
     /// Runs these seeds in this process, on behalf of a parent process.

@@ -715,7 +715,7 @@ impl FromStr for CellResults {
     }
 }
 
-/// Results of cells, by the cells' numbers.
+/// Results of cells, by the cells' first seeds.
 pub(crate) struct TenantResults(BTreeMap<u64, CellResults>);
 
 impl TenantResults {
@@ -728,8 +728,8 @@ impl TenantResults {
         Self(results.collect())
     }
 
-    /// Returns Markdown tables, one for each kind of tenant. A cell has the rate in percent, p50 and p99, and a mark if it does
-    /// not meet its bounds.
+    /// Returns Markdown tables, one for each kind of tenant. A cell has the rate in percent of that alone, and p50 and p99 in
+    /// multiples of those alone. `(!)` marks results outside their bounds.
     pub(crate) fn table(&self) -> String {
         let mut text = String::new();
         for (part, (tenant, [own, others])) in TENANTS.iter().enumerate() {
@@ -766,8 +766,8 @@ impl TenantResults {
         text
     }
 
-    /// Returns a figure of all cells: for each order of the drive and each kind of tenant, the rate beside each neighbour, and
-    /// the p99 of the quiet tenant.
+    /// Returns a figure of all cells. Each order of the drive and each kind of tenant has a panel with the rate beside each
+    /// neighbour. The quiet tenant also has a panel with p99.
     pub(crate) fn figure(&self) -> FigureData {
         let rate = |results: &CellResults| 100.0 * results.rate;
         let mut panels = Vec::new();
@@ -807,7 +807,7 @@ impl TenantResults {
         }
     }
 
-    /// Returns a panel of the cells with these indices of tenant and order. The series are the numbers of queue pairs.
+    /// Returns a panel of the cells with these indices of tenant and order. There is a series for each number of queue pairs.
     fn panel(
         &self,
         measured: &str,

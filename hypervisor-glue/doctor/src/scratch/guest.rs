@@ -227,7 +227,7 @@ impl Drop for RunningFunction {
     }
 }
 
-/// Guest memory, which outlives a function.
+/// Name, block size and memory of a guest, which outlive its functions.
 struct GuestMachine {
     name: String,
     lba_shift: u8,
@@ -280,7 +280,7 @@ impl ScratchGuest {
         Ok(guest)
     }
 
-    /// Attaches a guest to a function that has its memory, with queue pairs at their first entries.
+    /// Attaches a guest to a function that has mapped the guest's memory. The queue pairs are at their first entries.
     fn attach(machine: GuestMachine, function: NvmeFunction) -> Result<Self, ScratchGuestError> {
         let (doorbells, first) = map_doorbells(&function)?;
         let running = RunningFunction::start(&machine.name, function)?;

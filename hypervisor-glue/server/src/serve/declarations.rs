@@ -29,8 +29,8 @@ const FILE_BYTES_MAX: u64 = 4 << 20;
 /// Contents of the files that an option string names, by the option's key (`profile` or `faults`).
 pub(super) type FileContents = BTreeMap<String, String>;
 
-/// Declaration of a function or drive: its options as text, and all that the next server needs to parse them in the same way.
-/// It is stored for the next server in this form.
+/// Declaration of a function or drive: its options as text, and the contents of the files that they name. It is stored, so
+/// that the next server parses the same options.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct DeclarationRecord {
@@ -70,7 +70,7 @@ pub(super) struct AssignedLease {
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParsedDeclaration<T> {
     pub(super) declared: DeclarationRecord,
-    /// The parsed function or drive.
+    /// The parsed options.
     pub(super) options: T,
 }
 
@@ -128,7 +128,8 @@ impl<T: FromStr<Err = OptionError>> ParsedDeclaration<T> {
 }
 
 impl DriveDeclaration {
-    /// Returns the declaration to store. Its path is absolute and has no symbolic links.
+    /// Returns the declaration to store. Its text has the drive path of the parsed options, which [`resolve_path`] has
+    /// resolved.
     pub(super) fn to_resolved(&self) -> DeclarationRecord {
         let path = self.options.drive.path.to_string();
         let mut declared = self.declared.clone();
@@ -164,7 +165,7 @@ fn memory_file(content: &str) -> io::Result<OwnedFd> {
 }
 
 impl FunctionDeclaration {
-    /// Returns the options, completed with the stored lease.
+    /// Returns the options of the function, with the id and range of the lease that the server chose, if it chose one.
     pub(super) fn options_with_lease(&self) -> FunctionOptions {
         let mut options = self.options.function.clone();
         if let Some(AssignedLease { id, range }) = &self.declared.lease {
@@ -174,7 +175,8 @@ impl FunctionDeclaration {
         options
     }
 
-    /// Returns the declaration to store. Its paths are absolute and have no symbolic links.
+    /// Returns the declaration to store. Its text has the socket path and the drive path of the parsed options, which
+    /// [`resolve_function`] has resolved.
     pub(super) fn to_resolved(&self) -> DeclarationRecord {
         let ServerFunctionOptions {
             socket, function, ..
@@ -194,7 +196,7 @@ impl FunctionDeclaration {
         self.with_rates(rates).with_size_of(running).options == *running
     }
 
-    /// Returns a copy of the declaration with other limits.
+    /// Returns a copy of the declaration with the given rate limits.
     pub(super) fn with_rates(&self, rates: RateLimits) -> Self {
         let mut other = self.clone();
         other.options.function.backend.rates = rates;
@@ -547,7 +549,8 @@ impl AddedFunctionsFile {
     }
 }
 
-/// Returns the function with resolved paths, and with the server's defaults for options that it has not set.
+/// Returns the function with an absolute socket path and a resolved drive path. Without `data=`, it gets the server's policy
+/// `data`.
 pub(super) fn resolve_function(
     declaration: FunctionDeclaration,
     data: PreviousDataPolicy,

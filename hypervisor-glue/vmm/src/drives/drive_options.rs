@@ -26,13 +26,13 @@ pub enum LbaSize {
 }
 
 impl LbaSize {
-    /// The size in bytes.
+    /// Returns the size in bytes.
     #[must_use]
     pub const fn bytes(self) -> u32 {
         1 << self.shift()
     }
 
-    /// The size as a power of two.
+    /// Returns the base-2 logarithm of the size.
     #[must_use]
     pub const fn shift(self) -> u8 {
         match self {
@@ -69,8 +69,8 @@ impl FromStr for LbaSize {
     }
 }
 
-/// Options of a drive. An option that is not given agrees with every value with which the drive is open; else it has its
-/// default.
+/// Options of a drive. If a function opens the drive, an option that is not given has its default. If the drive is open
+/// already, such an option agrees with any value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriveOptions {
     /// Logical block size of a software drive.
@@ -155,10 +155,10 @@ impl DriveOptions {
         differs.map(|(key, _)| key)
     }
 
-    /// Returns the options of a drive that several functions share: those that any of them gives.
+    /// Merges the options of functions that share a drive. Each option has the value that any of the functions gives.
     ///
     /// # Errors
-    /// The key of an option of which two functions give different values.
+    /// Returns the key of an option for which two functions give different values.
     pub fn merge(sharing: impl Iterator<Item = Self> + Clone) -> Result<Self, &'static str> {
         let policies = sharing.clone().map(|options| options.adaptive);
         let policies = policies.filter(|adaptive| *adaptive != AdaptivePolicies::default());

@@ -74,8 +74,8 @@ impl FunctionConfig {
     /// not given.
     ///
     /// # Errors
-    /// [`OptionError::Missing`] without a path, and [`OptionError::Value`] for an invalid number. [`Self::options`] checks all
-    /// other values.
+    /// [`OptionError::Missing`] without a path, [`OptionError::EmptyValue`], and [`OptionError::Value`] for an invalid number.
+    /// [`Self::options`] checks all other values.
     pub fn from_keys(mut get: impl FnMut(&str) -> Option<String>) -> Result<Self, OptionError> {
         let mut pairs = Vec::new();
         for option in OPTIONS {
@@ -197,7 +197,7 @@ impl Serialize for FunctionConfig {
 
 impl<'de> Deserialize<'de> for FunctionConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        // With the keys, a type that flattens this one gets the other keys.
+        // With the list of keys, serde leaves all other keys to a type that flattens this type.
         deserializer.deserialize_struct("FunctionConfig", Self::KEYS, FunctionConfigVisitor)
     }
 }

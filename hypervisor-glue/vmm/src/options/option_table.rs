@@ -40,7 +40,7 @@ pub struct OptionHelp {
     pub key: &'static str,
     /// Form of the value, as in `START+LENGTH`.
     pub value: &'static str,
-    /// Help text. Its lines are filled again for a terminal.
+    /// Help text. It is wrapped anew for a terminal, so its line breaks have no meaning.
     pub help: &'static str,
 }
 
@@ -62,13 +62,13 @@ pub struct FunctionOption {
     pub help: OptionHelp,
     /// Part of the function that the option describes.
     pub scope: OptionScope,
-    /// Parses a value and sets it.
+    /// Parses a value and sets the option's field.
     set: fn(&mut FunctionOptions, &str) -> Result<(), ValueError>,
-    /// For an option that is a number in JSON: returns the number, or `None` for a value that means the same as no option.
+    /// For an option that is a number in JSON: returns the number; `None` for a value that means that the option is not given.
     pub(super) number: Option<NumberParser>,
-    /// For an option that may name a file: returns whether a value does.
+    /// For an option that may name a file: returns whether a value is the path of one.
     names_file: Option<fn(&str) -> bool>,
-    /// Functions for which the option is refused if it is given, each with the reason.
+    /// Conditions under which the option is refused if it is given, each with the reason.
     refusals: &'static [(OptionCondition, &'static str)],
 }
 
@@ -248,7 +248,7 @@ page faults may wait; any needs poll=dedicated [default: resident]",
     )
     .refused_for(&[(
         |options| options.backend.memory == MemoryKinds::Any && is_physical(options),
-        "it pins the memory of all its VMs, so that page faults that wait would hold up others",
+        "it pins the memory of all its VMs, and a page fault that waits would delay other VMs",
     )]),
     option(
         "memory-limit",
@@ -309,7 +309,7 @@ with 300 gets three times as much as one with 100 [default: 100]",
     .refused_for(&[
         (
             is_physical,
-            "the logical blocks of a physical drive are as it was formatted",
+            "a physical drive has the logical block size with which it was formatted",
         ),
         (
             FunctionOptions::is_key_value,
@@ -320,13 +320,13 @@ with 300 gets three times as much as one with 100 [default: 100]",
         "drive-id",
         "NAME",
         "name of the label that `nvme-mpt leases label` gave the drive, for disks without a serial
-number [default: the drive is known by itself]",
+number [default: the drive's own identity]",
         |options, text| give(&mut options.drive.name, text.parse()),
     )
     .of(OptionScope::Drive)
     .refused_for(&[(
         |options| !is_file(options) || options.is_key_value(),
-        "only the blocks of a file or block device have a label, which tells them from others",
+        "only a file or block device with logical blocks can have a label",
     )]),
     option(
         "format",
@@ -392,7 +392,7 @@ as others [default: off, memory is allocated as it is written]",
     .with_number(parse_number)
     .refused_for(&[(
         is_software,
-        "only a physical drive, as in path=0000:01:00.0, has more than one",
+        "only a physical drive, as in path=0000:01:00.0, has more than one namespace",
     )]),
     option(
         "timeout",
@@ -405,7 +405,7 @@ the guest of a file or block device sees CSTS.CFS [default: 10 if physical, else
     .with_number(|text| Ok(parse_timeout(text)?.map(|time| time.as_secs())))
     .refused_for(&[(
         |options| options.drive.timeout.is_some() && is_in_process(options),
-        "its commands are executed in memory by this process, and cannot hang",
+        "this process executes its commands in memory, so they cannot hang",
     )]),
     option(
         "arbitration",
@@ -429,7 +429,7 @@ weight=, also while it is fast; one value per drive [default: round-robin]",
     .with_number(parse_number)
     .refused_for(&[(
         is_in_process,
-        "no server has it: it is in the memory of the process that opens it",
+        "it is in the memory of the process that opens it, so there is no server to wait for",
     )]),
 ];
 
@@ -589,7 +589,7 @@ fn set_timeout(options: &mut FunctionOptions, text: &str) -> Result<(), ValueErr
     }
 }
 
-/// Minimum memory limit. It detects a limit without its unit: 16 instead of 16G is below the minimum and therefore refused.
+/// Minimum memory limit. A limit without its unit, such as 16 instead of 16G, is below the minimum and therefore refused.
 const MEMORY_LIMIT_MIN: u64 = 1 << 20;
 
 /// Parses a memory limit.

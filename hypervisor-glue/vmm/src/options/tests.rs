@@ -306,7 +306,7 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=memory:1G,timeout=5",
-            "Option \"timeout\" is not for memory:1G: its commands are executed in memory by this process, and \
+            "Option \"timeout\" is not for memory:1G: this process executes its commands in memory, so they \
              cannot hang; leave it out",
         ),
         (
@@ -315,8 +315,8 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=memory:1G,reconnect=5",
-            "Option \"reconnect\" is not for memory:1G: no server has it: it is in the memory of the process \
-             that opens it; leave it out",
+            "Option \"reconnect\" is not for memory:1G: it is in the memory of the process that opens it, so \
+             there is no server to wait for; leave it out",
         ),
         (
             "path=memory:1G,reserve=1",
@@ -414,8 +414,8 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=0000:01:00.0,memory=any,poll=dedicated",
-            "Option \"memory\" is not for 0000:01:00.0: it pins the memory of all its VMs, so that page faults \
-             that wait would hold up others; leave it out",
+            "Option \"memory\" is not for 0000:01:00.0: it pins the memory of all its VMs, and a page fault that \
+             waits would delay other VMs; leave it out",
         ),
         (
             "path=/d,lba=520",

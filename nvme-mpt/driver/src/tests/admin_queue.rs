@@ -128,7 +128,7 @@ fn complete(controller: &TestController, cid: CommandId, status: Status, dw0: u3
     registers.admin.as_mut().unwrap().complete(cid, status, dw0);
 }
 
-/// A command without data.
+/// Returns a command without data.
 fn abort() -> Sqe {
     Sqe::new(AdminOpcode::ABORT.0)
 }
@@ -262,7 +262,7 @@ fn a_late_completion_is_dropped_and_counted() {
     assert_eq!((controller.clock.now() - started).as_secs(), seconds);
     assert!(!admin.is_responsive() && admin.has_unfinished_commands());
     let cid = take_commands(&controller)[0].cid();
-    // The completion of the first command comes while the second one is executed.
+    // The completion of the first command arrives during the second command.
     complete(&controller, cid, Status::SUCCESS, 7);
     controller.registers().admin.as_mut().unwrap().answer =
         Box::new(|_| Some((Status::SUCCESS, 8)));

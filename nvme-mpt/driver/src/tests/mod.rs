@@ -43,9 +43,9 @@ struct TestRegisters {
     acq: u64,
     /// Values written to CC.
     written: Vec<Cc>,
-    /// Time after a write of CC at which CSTS follows.
+    /// Time from a write of CC until CSTS follows.
     delay: Duration,
-    /// Time at which CSTS follows CC, and CSTS then.
+    /// Time of the next change of CSTS, and the new value.
     next: Option<(Duration, Csts)>,
     /// True if the controller fails when it is enabled.
     fails: bool,
@@ -217,7 +217,7 @@ fn a_controller_that_becomes_ready_is_not_disabled_before() {
     driver.disable().unwrap();
     let delay = controller.registers().delay;
     assert!(controller.clock.now() - started >= 2 * delay);
-    // One that never becomes ready is disabled after CAP.TO.
+    // A controller that never becomes ready is disabled after CAP.TO.
     controller.registers().delay = Duration::MAX / 2;
     controller.write32(offset::CC, 0x46_0001);
     controller.registers().delay = delay;

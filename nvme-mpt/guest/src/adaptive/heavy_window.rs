@@ -14,10 +14,11 @@
 //!   commands slowly for its own reasons, for which the window must not shrink. On a drive that serves its pairs in turn,
 //!   most light commands may find no other command in their pair, and a few find the whole window. So the window also
 //!   shrinks if the second longest of eight latencies is too long four times in a row.
-//! - **In the same pair.** Latencies of light commands that were submitted behind heavy commands of their own pair are also
-//!   compared with those of the others. If their median is too long, and longer than that of the others, then the drive serves
-//!   its pairs in turn, and the *own window* shrinks: the heavy users' bytes in flight on a pair with a light user. The drive's
-//!   own slow commands are as frequent in both groups, so they do not shrink the own window.
+//! - **In the same pair.** The *own window* is the maximum of heavy users' bytes in flight on a pair with a light user. Light
+//!   commands that were submitted behind heavy commands of their own pair have a median of their own. If it is above 1.875
+//!   times the latency alone, and more than 1.25 times the median of the other light commands, then the drive serves its pairs
+//!   in turn, and the own window shrinks in proportion. Otherwise the own window grows by 1/32. The drive's own slow commands
+//!   are as frequent in both groups, so they do not shrink the own window.
 //!
 //! On a parallel drive, the window settles at about the size that fills the channels. There, the slowest percent of light
 //! commands is close to the median: p99 is within twice p99 alone.
@@ -49,19 +50,20 @@ const LATENCY_RATIO_MAX: u64 = 256 * 15 / 8;
 /// throughput.
 const LATENCY_RATIO_MAX_SMALL: u64 = 256 * 9 / 4;
 
-/// Factor for the second longest of [`SAMPLES`] latencies, as numerator and denominator. The latency times this factor must not
-/// exceed the limit of the median.
+/// Factor for two comparisons, as numerator and denominator. The second longest of [`SAMPLES`] latencies times this factor must
+/// not exceed the limit of the median. The median of light commands behind heavy commands of their pair times this factor must
+/// not exceed the median of the other light commands.
 const TAIL: (u64, u64) = (4, 5);
 
 /// Number of groups of [`SAMPLES`] latencies in a row whose second longest latency is too long, before the window shrinks for
-/// this reason alone. If 10 % of a drive's commands are slow anyway, this happens for one group in 160.
+/// this reason alone. If 10 % of a drive's commands are slow anyway, this happens for one group in 1,000.
 const SLOW_TAILS_MAX: u32 = 4;
 
 /// Size in bytes up to which a window counts as small. On drives that process one or a few commands at a time, the window
 /// becomes small.
 const WINDOW_SMALL: u64 = 64 << 10;
 
-/// Minimum of the own window: a small command. One command of any size may always be in flight.
+/// Minimum own window in bytes: one small command. One heavy command of any size may be in flight even then.
 const OWN_WINDOW_MIN: u64 = 4096;
 
 /// Number of medians for which the window stays below a size that was too large. So trying that size again delays fewer than
@@ -86,7 +88,7 @@ impl CommandClass {
     /// Command of a light user whose latency is not measured.
     const LIGHT: Self = Self(1);
     const FIRST_KIND: u8 = 2;
-    /// Flag of a light command behind heavy commands of its queue pair.
+    /// Flag of a light command that was submitted while its queue pair had heavy commands in flight.
     const BEHIND_HEAVY: u8 = 1 << 7;
 
     /// Returns the class of a command of a light user that has `outstanding` commands, including this command.
@@ -166,7 +168,7 @@ struct LatencyProbe {
 pub struct SharingParameters {
     /// Bytes that all heavy users together may have in flight while there is a light user.
     pub window: u64,
-    /// Bytes of these that may be in flight on a queue pair with a light user.
+    /// Maximum of heavy users' bytes in flight on a queue pair with a light user.
     pub own_window: u64,
     /// Length of a queue pair's turn at the window, in ticks.
     pub turn: u64,
@@ -176,7 +178,7 @@ pub struct SharingParameters {
     pub next_probe: Ticks,
 }
 
-/// Last latencies of a group of light commands, as ratios in 256ths.
+/// Latencies of up to [`SAMPLES`] light commands, relative to the latency while heavy users pause, in 256ths.
 #[derive(Debug, Default)]
 struct LatencyGroup {
     ratios: [u64; SAMPLES],
@@ -184,7 +186,7 @@ struct LatencyGroup {
 }
 
 impl LatencyGroup {
-    /// Adds a latency. Returns the median of the last [`SAMPLES`] latencies, once for each of these.
+    /// Adds a latency. When there are [`SAMPLES`] latencies, returns their median and starts again without latencies.
     fn add(&mut self, ratio: u64) -> Option<u64> {
         self.ratios[self.count] = ratio;
         self.count = (self.count + 1) % SAMPLES;
@@ -218,8 +220,9 @@ pub struct HeavyWindow {
     ceiling_hold: u32,
     /// Number of groups of [`SAMPLES`] latencies in a row whose second longest latency was too long.
     slow_tails: u32,
-    /// Latencies of light commands that were submitted behind heavy commands of their own pair, and of all others.
+    /// Latencies of light commands that were submitted behind heavy commands of their own pair.
     behind_heavy: LatencyGroup,
+    /// Latencies of all other light commands.
     ahead: LatencyGroup,
     /// Last median of `ahead`; 0 before the first.
     ahead_median: u64,
@@ -325,7 +328,7 @@ impl HeavyWindow {
         }
     }
 
-    /// Adapts the window of pairs with light users to the latency of a light command.
+    /// Adapts the own window to the latency of a light command.
     fn adapt_own_window(&mut self, class: CommandClass, ratio: u64) {
         if !class.is_behind_heavy() {
             self.ahead_median = self.ahead.add(ratio).unwrap_or(self.ahead_median);
@@ -492,8 +495,8 @@ mod tests {
         );
     }
 
-    /// Returns the own window in bytes after 4,000 light commands, of which every fourth is behind heavy commands of its pair.
-    /// `latency` gets a random number below 100, and the bytes in flight on the pair.
+    /// Returns the own window in bytes after 4,000 light commands. Outside of probes, every fourth of them is behind heavy
+    /// commands of its pair. `latency` gets a random number below 100, and the heavy bytes in flight on the pair.
     fn own_window_by(latency: impl Fn(u64, u64) -> u64) -> u64 {
         let mut heavy_window = HeavyWindow::new(PolicyChoice::Adaptive, TickRate::NANOSECOND);
         let class = CommandClass::light(NvmOpcode::READ, 1);

@@ -3,10 +3,10 @@
 //! | name | decision | inputs | fixed |
 //! |---|---|---|---|
 //! | `spin` | time that a poller spins before it parks ([`SpinTime`]) | length of each sleep, and what ended it | 100 us |
-//! | `preemption-backoff` | when a spinning thread yields its processor ([`PreemptionBackoff`]) | frequent preemptions | never |
+//! | `preemption-backoff` | when a spinning thread yields its processor ([`PreemptionBackoff`]) | preemptions | never |
 //! | `coalescing` | completions per interrupt ([`CoalescingPolicy`]) | times of completions and submissions | one batch |
 //! | `governor` | bytes of busy guests in flight on a shared drive ([`HeavyWindow`]) | latencies of quiet guests | 256 KiB |
-//! | `doorbells` | when doorbells are mapped and trapped ([`DoorbellMappingPolicy`]) | exits, commands, costs of both | mapped |
+//! | `doorbells` | when doorbells are mapped and trapped ([`DoorbellMappingPolicy`]) | exits, commands, their costs | mapped |
 //! | `budget` | IOMMU mappings of one VM ([`IommuBudget`]) | mappings in use | a sixteenth |
 //! | `slices` | bytes of a file to deallocate at once ([`SliceLength`]) | length and time of the last slice | 256 KiB |
 //! | `poll-interval` | poll interval of untrapped doorbells ([`PollInterval`]) | time without work | 1 ms |

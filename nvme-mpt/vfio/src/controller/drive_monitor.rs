@@ -55,9 +55,9 @@ const CHECKS_PER_MEMORY_CHECK: u32 = 2;
 const ABORT_GRACE: Duration = Duration::from_secs(1);
 const ABORT_CHECKS: u32 = 5;
 
-/// Delay before an event is cleared that was not asked for. It bounds the work for a drive that raises the event again after each
-/// read. After Firmware Activation Starting, the drive pauses at once: by the end of the delay, the monitor has seen the pause and
-/// sends nothing until it ends.
+/// Delay before an event is cleared that was not asked for. It bounds the work for a drive that raises the event again after
+/// each read. After Firmware Activation Starting, the drive pauses immediately. By the end of the delay, the monitor has seen
+/// the pause, and sends nothing until the pause ends.
 const CLEAR_DELAY: Duration = Duration::from_secs(1);
 
 /// Returns the maximum time for which a drive may pause processing (CSTS.PP). `deadline` is the timeout of a command.

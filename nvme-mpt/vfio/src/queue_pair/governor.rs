@@ -18,8 +18,8 @@
 //! If commands take noticeably long while there are several busy owners, the drive is *weighed*: each owner gets a
 //! [share](super::shares) by its weight, whichever pairs it uses.
 //!
-//! [`HeavyWindow`] adapts the size of the window. A second after the last light command has completed, the window no longer
-//! applies.
+//! While commands wait on other pairs, the *own window* also limits a pair with a light user. [`HeavyWindow`] adapts both
+//! windows. A second after the last light command has completed, neither window applies.
 //!
 //! There is one governor per drive, as a drive's queue pairs share its channels.
 
@@ -42,8 +42,8 @@ pub(super) enum QueuePairWindow {
     Open,
     /// The pair may have this number of bytes in flight, or one command that is larger.
     Own(u64),
-    /// It is the pair's turn: all pairs together may have `total` bytes in flight, of which `own` on this pair, or one command
-    /// that is larger.
+    /// It is the pair's turn. All pairs together may have `total` bytes in flight, and this pair `own` bytes. A command that is
+    /// larger than a limit may be in flight if no other bytes count against that limit.
     Turn {
         /// Maximum of the bytes in flight on all pairs.
         total: u64,
@@ -278,8 +278,9 @@ impl DriveGovernor {
     /// their shares would be too small. Turns are better than small shares: one large command uses the drive better than
     /// several small commands, and delays a light command by no more.
     ///
-    /// On a pair with a light user (`has_light`), the own window applies as well. On a drive that serves its pairs in turn, a
-    /// light command waits for all commands before it in its own pair, but for few of other pairs.
+    /// While commands also wait on other pairs, the own window limits a pair with a light user (`has_light`). On a drive that
+    /// serves its pairs in turn, a light command waits for all commands before it in its own pair, but for few commands of
+    /// other pairs.
     #[inline]
     pub(super) fn window(&self, pair: u64, has_light: bool, now: Ticks) -> QueuePairWindow {
         if now.0 < self.pause_until.load(Ordering::Relaxed) {

@@ -52,7 +52,7 @@ pub(super) struct QueuePairSharing {
     /// True if this pair has reported to the governor that heavy commands wait on it.
     is_waiting: bool,
     activity: QueuePairUserActivity,
-    /// Time of the last light command on this pair; `None` if there was none.
+    /// Time at which a user of this pair last submitted a light command; `None` before the first.
     light_arrived: Option<Ticks>,
 }
 

@@ -250,7 +250,7 @@ impl Cell {
     /// has many queues, its commands wait there more often, and p99 is one such time longer.
     fn quiet_bounds(&self) -> Bounds {
         let (rate, p99) = match self.neighbour.queues {
-            64 => (0.43, 3.0),
+            64 => (0.43, 4.0),
             _ => (0.49, 2.1),
         };
         Bounds { rate, p99 }

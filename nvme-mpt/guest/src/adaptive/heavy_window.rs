@@ -341,9 +341,10 @@ impl HeavyWindow {
             window, own_window, ..
         } = self.parameters;
         let is_longer = self.ahead_median > 0 && median * TAIL.0 / TAIL.1 > self.ahead_median;
-        self.parameters.own_window = if median > LATENCY_RATIO_MAX && is_longer {
-            let own = own_window.min(window);
-            let shrunk = own * LATENCY_RATIO_MAX / median;
+        let own = own_window.min(window);
+        let longest = latency_ratio_max(own);
+        self.parameters.own_window = if median > longest && is_longer {
+            let shrunk = own * longest / median;
             shrunk.clamp(own / 8, own - own / 8).max(OWN_WINDOW_MIN)
         } else {
             (own_window + own_window / 32 + 512).min(WINDOW_MAX)
@@ -358,9 +359,11 @@ impl HeavyWindow {
         let window = self.parameters.window;
         // A command is split into parts of whole steps. So a small window that shrinks by less than an eighth may give
         // parts of the same size.
-        let (longest, least) = match window {
-            ..=WINDOW_SMALL => (LATENCY_RATIO_MAX_SMALL, window / 8),
-            _ => (LATENCY_RATIO_MAX, 0),
+        let longest = latency_ratio_max(window);
+        let least = if window <= WINDOW_SMALL {
+            window / 8
+        } else {
+            0
         };
         self.slow_tails = if tail > longest {
             self.slow_tails + 1
@@ -398,6 +401,10 @@ impl HeavyWindow {
             return;
         };
         self.count = 0;
+        // Ratios to the previous latencies alone are not comparable with later ones.
+        self.behind_heavy = LatencyGroup::default();
+        self.ahead = LatencyGroup::default();
+        self.ahead_median = 0;
         for (kind, alone) in self.alone.iter_mut().enumerate() {
             let mut latencies = [0; SAMPLES];
             let mut count = 0;
@@ -414,6 +421,14 @@ impl HeavyWindow {
         }
         let longest = self.alone.iter().max().copied().unwrap_or(0);
         self.parameters.turn = TURN_LATENCIES * longest.max(1);
+    }
+}
+
+/// Returns the maximum of the median latency of light commands beside a window of this size, in 256ths of that alone.
+fn latency_ratio_max(window: u64) -> u64 {
+    match window {
+        ..=WINDOW_SMALL => LATENCY_RATIO_MAX_SMALL,
+        _ => LATENCY_RATIO_MAX,
     }
 }
 
@@ -525,6 +540,19 @@ mod tests {
     fn the_own_window_shrinks_if_light_commands_wait_for_their_own_pair() {
         let own = own_window_by(|_, heavy| ALONE + heavy);
         assert!((OWN_WINDOW_MIN..=2 * ALONE).contains(&own), "{own}");
+    }
+
+    #[test]
+    fn a_small_own_window_may_double_the_latency() {
+        let mut heavy_window = HeavyWindow::new(PolicyChoice::Adaptive, TickRate::NANOSECOND);
+        heavy_window.parameters.own_window = WINDOW_SMALL;
+        heavy_window.parameters.window = WINDOW_SMALL;
+        heavy_window.ahead_median = 256;
+        let class = CommandClass::light(NvmOpcode::READ, 1).behind_heavy();
+        (0..SAMPLES).for_each(|_| heavy_window.adapt_own_window(class, 2 * 256));
+        assert!(heavy_window.parameters.own_window > WINDOW_SMALL);
+        (0..SAMPLES).for_each(|_| heavy_window.adapt_own_window(class, 3 * 256));
+        assert!(heavy_window.parameters.own_window < WINDOW_SMALL);
     }
 
     #[test]

@@ -591,7 +591,7 @@ impl QueuePairCore {
         let window = self.sharing.window(now);
         let reserved = self.light_entries();
         let most = match window {
-            QueuePairWindow::Own(bytes) | QueuePairWindow::Turn { total: bytes, .. } => bytes,
+            QueuePairWindow::Pair { part, .. } | QueuePairWindow::Turn { total: part, .. } => part,
             QueuePairWindow::Open | QueuePairWindow::Closed => u64::MAX,
         };
         while let Some(number) = self.sharing.arbitration.next() {
@@ -714,7 +714,7 @@ impl QueuePairCore {
             return false;
         }
         let (class, arrived) = (head.class, head.arrived_at);
-        let class = match class != CommandClass::HEAVY && sharing.heavy_bytes() > 0 {
+        let class = match class != CommandClass::HEAVY && sharing.is_behind_heavy() {
             true => class.behind_heavy(),
             false => class,
         };

@@ -40,8 +40,13 @@ const ACTIVITY_TIME: Duration = Duration::from_secs(1);
 pub(super) enum QueuePairWindow {
     /// No limit: no light user is active.
     Open,
-    /// The pair may have this number of bytes in flight, or one command that is larger.
-    Own(u64),
+    /// The pair may have `bytes` in flight, or one command that is larger.
+    Pair {
+        /// Maximum of the bytes in flight on this pair.
+        bytes: u64,
+        /// Maximum of the bytes of a part of a command.
+        part: u64,
+    },
     /// It is the pair's turn. All pairs together may have `total` bytes in flight, and this pair `own` bytes. A command that is
     /// larger than a limit may be in flight if no other bytes count against that limit.
     Turn {
@@ -53,6 +58,13 @@ pub(super) enum QueuePairWindow {
     /// No heavy command may be launched for a few milliseconds: a probe measures the light users' latency, or another pair has
     /// the turn.
     Closed,
+}
+
+impl QueuePairWindow {
+    /// Returns the window of a pair whose commands may have parts as large as the window.
+    pub(super) const fn whole(bytes: u64) -> Self {
+        Self::Pair { bytes, part: bytes }
+    }
 }
 
 /// Minimum share of a pair in the window, in bytes. If the shares were smaller than this, the pairs take turns instead.
@@ -236,6 +248,12 @@ impl DriveGovernor {
         self.weight_limited_until.store(0, Ordering::Relaxed);
     }
 
+    /// Returns whether heavy commands wait on a pair other than this one.
+    #[inline]
+    pub(super) fn has_waiting_elsewhere(&self, pair: u64) -> bool {
+        self.waiting.load(Ordering::Relaxed) & !Self::bit(pair) != 0
+    }
+
     /// Returns whether heavy commands wait on any pair.
     pub(super) fn has_waiting(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) != 0
@@ -297,7 +315,10 @@ impl DriveGovernor {
             false => u64::MAX,
         };
         if share >= SHARE_MIN {
-            QueuePairWindow::Own(share.min(own))
+            QueuePairWindow::Pair {
+                bytes: share.min(own),
+                part: share,
+            }
         } else if self.has_turn(pair, waiting, now) {
             let own = own.min(bytes);
             QueuePairWindow::Turn { total: bytes, own }

@@ -101,13 +101,16 @@ impl QueuePairSharing {
         let is_alone = || self.activity.is_alone(now, activity_ticks);
         // Without a limit, the drive would divide its time by the number of commands that each user submits.
         if window == QueuePairWindow::Open && !is_alone() {
-            return QueuePairWindow::Own(self.heavy_bytes_max.min(WINDOW_MAX));
+            return QueuePairWindow::whole(self.heavy_bytes_max.min(WINDOW_MAX));
         }
         match window {
             QueuePairWindow::Open if self.heavy_bytes_max < u64::MAX => {
-                QueuePairWindow::Own(self.heavy_bytes_max)
+                QueuePairWindow::whole(self.heavy_bytes_max)
             }
-            QueuePairWindow::Own(bytes) => QueuePairWindow::Own(bytes.min(self.heavy_bytes_max)),
+            QueuePairWindow::Pair { bytes, part } => QueuePairWindow::Pair {
+                bytes: bytes.min(self.heavy_bytes_max),
+                part: part.min(self.heavy_bytes_max),
+            },
             other => other,
         }
     }
@@ -115,6 +118,12 @@ impl QueuePairSharing {
     /// Returns the number of heavy users' bytes that have completed since the last call.
     pub(super) fn take_completed_bytes(&mut self) -> u64 {
         std::mem::take(&mut self.completed_bytes)
+    }
+
+    /// Returns whether a light command that is submitted now waits behind heavy commands to which the own window applies.
+    #[inline]
+    pub(super) fn is_behind_heavy(&self) -> bool {
+        self.heavy_bytes > 0 && self.governor.has_waiting_elsewhere(self.number)
     }
 
     /// Returns the heavy users' bytes in flight.
@@ -129,7 +138,7 @@ impl QueuePairSharing {
         match window {
             QueuePairWindow::Open => true,
             QueuePairWindow::Closed => false,
-            QueuePairWindow::Own(bytes) => fits(self.heavy_bytes, bytes),
+            QueuePairWindow::Pair { bytes, .. } => fits(self.heavy_bytes, bytes),
             QueuePairWindow::Turn { total, own } => match self.governor.in_flight() {
                 0 if 2 * claim > total => self.governor.can_submit_heavy(now),
                 in_flight => fits(in_flight, total) && fits(self.heavy_bytes, own),

@@ -233,8 +233,8 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=0000:01:00.0,lba=512",
-            "Option \"lba\" is not for 0000:01:00.0: the logical blocks of a physical drive are as it was \
-             formatted; leave it out",
+            "Option \"lba\" is not for 0000:01:00.0: a physical drive has the logical block size \
+             with which it was formatted; leave it out",
         ),
         (
             "path=0000:01:00.0,profile=nvm",
@@ -282,7 +282,7 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         (
             "path=memory:1G,namespace=1",
             "Option \"namespace\" is not for memory:1G: only a physical drive, as in path=0000:01:00.0, has \
-             more than one; leave it out",
+             more than one namespace; leave it out",
         ),
         (
             "path=/d,fixed=coalescing+doorbell",

@@ -70,12 +70,8 @@ pub(crate) fn beside_large_memory(bench: &CheckEnvironment, servers: usize) -> R
 
     for client in clients {
         let counts = client.finish()?.counts;
-        let unlike = counts.errors
-            + counts.retried
-            + counts.withdrawn
-            + counts.doubled
-            + counts.lost_commands();
-        expect(unlike == 0, || {
+        let anomalies = counts.anomalies();
+        expect(anomalies == 0, || {
             format!("A client saw more than delays: {counts:?}")
         })?;
     }

@@ -58,7 +58,7 @@ pub struct AdminQueuePair<A: ?Sized, M, D> {
     clock: Arc<dyn WaitClock>,
     pair: PolledQueuePair<D>,
     memory: M,
-    next_cid: u16,
+    latest_cid: u16,
     /// True while an Asynchronous Event Request is outstanding.
     has_event_request: bool,
     events: Vec<AsyncEvent>,
@@ -88,7 +88,7 @@ impl<A: ?Sized, M: fmt::Debug, D: fmt::Debug> fmt::Debug for AdminQueuePair<A, M
         f.debug_struct("AdminQueuePair")
             .field("pair", &self.pair)
             .field("memory", &self.memory)
-            .field("next_cid", &self.next_cid)
+            .field("latest_cid", &self.latest_cid)
             .field("unfinished_commands", &self.unfinished_commands)
             .finish_non_exhaustive()
     }
@@ -110,7 +110,7 @@ impl<A: ControllerAccess + ?Sized, M: QueueMemory, D: QueueDoorbell> AdminQueueP
             controller,
             pair: PolledQueuePair::new(&memory, LAYOUT, doorbells)?,
             memory,
-            next_cid: 0,
+            latest_cid: 0,
             has_event_request: false,
             events: Vec::new(),
             is_responsive: true,
@@ -126,7 +126,7 @@ impl<A: ControllerAccess + ?Sized, M: QueueMemory, D: QueueDoorbell> AdminQueueP
     pub fn at(self, positions: AdminQueuePositions) -> Result<Self, DriverError> {
         Ok(Self {
             pair: self.pair.at(positions.rings)?,
-            next_cid: positions.cid % EVENT_CID,
+            latest_cid: positions.cid % EVENT_CID,
             has_event_request: positions.has_event_request,
             ..self
         })
@@ -137,7 +137,7 @@ impl<A: ControllerAccess + ?Sized, M: QueueMemory, D: QueueDoorbell> AdminQueueP
     pub fn positions(&self) -> AdminQueuePositions {
         AdminQueuePositions {
             rings: self.pair.positions(),
-            cid: self.next_cid,
+            cid: self.latest_cid,
             has_event_request: self.has_event_request,
         }
     }
@@ -209,8 +209,8 @@ impl<A: ControllerAccess + ?Sized, M: QueueMemory, D: QueueDoorbell> AdminQueueP
     ) -> Result<Cqe, DriverError> {
         let longest_pause = pause;
         let opcode = AdminOpcode(sqe.opcode());
-        self.next_cid = (self.next_cid + 1) % EVENT_CID;
-        let cid = CommandId(self.next_cid);
+        self.latest_cid = (self.latest_cid + 1) % EVENT_CID;
+        let cid = CommandId(self.latest_cid);
         self.submit(&sqe, cid);
         self.unfinished_commands += 1;
         let mut started = self.clock.now();

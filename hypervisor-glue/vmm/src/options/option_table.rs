@@ -142,7 +142,7 @@ pub const OPTIONS: &[FunctionOption] = &[
         "DRIVE",
         "the address of a PCI function, as in 0000:01:00.0, a file, a block device,
 memory:SIZE or null:SIZE; functions of this server with the same path share the drive",
-        |options, text| put(&mut options.path, text.parse()),
+        |options, text| set_value(&mut options.path, text.parse()),
     )
     .of(OptionScope::Drive),
     option(
@@ -150,7 +150,7 @@ memory:SIZE or null:SIZE; functions of this server with the same path share the 
         "START+LENGTH",
         "the part of the drive that the guest gets, in bytes, as in 64G+64G
 [default: all of it]",
-        |options, text| give(&mut options.range, text.parse()),
+        |options, text| set_optional(&mut options.range, text.parse()),
     )
     .of(OptionScope::Lease),
     option(
@@ -158,7 +158,7 @@ memory:SIZE or null:SIZE; functions of this server with the same path share the 
         "SIZE",
         "instead of range=: bytes of a lease wherever the drive has free space, as in 64G; needs id=
 or lease=. `nvme-mpt resize` makes it larger while its guest runs",
-        |options, text| give(&mut options.size, text.parse()),
+        |options, text| set_optional(&mut options.size, text.parse()),
     )
     .of(OptionScope::Lease),
     option(
@@ -166,7 +166,7 @@ or lease=. `nvme-mpt resize` makes it larger while its guest runs",
         "SIZE",
         "with size=: extents of the lease begin and end at multiples of it, a power of two,
 1M or more [default: 1G; a zone on a drive of zones]",
-        |options, text| give(&mut options.unit, text.parse()),
+        |options, text| set_optional(&mut options.unit, text.parse()),
     )
     .of(OptionScope::Lease),
     option(
@@ -174,7 +174,7 @@ or lease=. `nvme-mpt resize` makes it larger while its guest runs",
         "N",
         "most I/O queue pairs that the guest gets, 1 to 1024; at most 511 with a Doorbell Buffer,
 so not with doorbells=mapped or trap [default: 16]",
-        |options, text| put(&mut options.backend.queue_pairs, parse_queues(text)),
+        |options, text| set_value(&mut options.backend.queue_pairs, parse_queues(text)),
     )
     .with_number(parse_number),
     option(
@@ -182,7 +182,7 @@ so not with doorbells=mapped or trap [default: 16]",
         "N",
         "I/O queue pairs of a physical drive that belong to this function alone, at most those
 of queues= [default: 0]",
-        |options, text| put(&mut options.reserve, text.parse()),
+        |options, text| set_value(&mut options.reserve, text.parse()),
     )
     .with_number(parse_number)
     .refused_for(&[(
@@ -194,34 +194,34 @@ of queues= [default: 0]",
         "SIZE",
         "most data of one command, a power of two from 8K to 2M; at most 1M on a physical drive
 [default: 1M]",
-        |options, text| give(&mut options.backend.mdts, text.parse()),
+        |options, text| set_optional(&mut options.backend.mdts, text.parse()),
     ),
     option(
         "id",
         "ID",
         "name of the function and of its lease [default: made from drive and range]",
-        |options, text| give(&mut options.id, text.parse()),
+        |options, text| set_optional(&mut options.id, text.parse()),
     )
     .of(OptionScope::Lease),
     option(
         "lease",
         "ID",
         "the same as id=, for a VMM whose own options have an id=",
-        |options, text| give(&mut options.id, text.parse()),
+        |options, text| set_optional(&mut options.id, text.parse()),
     )
     .of(OptionScope::Lease),
     option(
         "doorbells",
         "auto|shadow|mapped|trap",
         "auto, shadow, mapped or trap [default: auto]",
-        |options, text| put(&mut options.backend.doorbells, text.parse()),
+        |options, text| set_value(&mut options.backend.doorbells, text.parse()),
     ),
     option(
         "doorbell-stride",
         "4|64",
         "bytes from one doorbell to the next; 4 for drivers and firmware that support no other. With
 64, a Doorbell Buffer holds 31 queue pairs [default: 64, or less for many queues]",
-        |options, text| put(&mut options.backend.doorbell_stride, text.parse()),
+        |options, text| set_value(&mut options.backend.doorbell_stride, text.parse()),
     )
     .with_number(parse_number),
     option(
@@ -229,14 +229,14 @@ of queues= [default: 0]",
         "POLICY",
         "shared or dedicated, then :adaptive, :busy or :event, then @ and processor numbers
 joined by +, as in dedicated:busy@2+3, or @vcpu behind dedicated [default: shared]",
-        |options, text| put(&mut options.backend.poll, text.parse()),
+        |options, text| set_value(&mut options.backend.poll, text.parse()),
     ),
     option(
         "fixed",
         "NAME+NAME",
         "policies that do not adapt, joined by +: spin, preemption-backoff, coalescing, governor,
 doorbells, budget, slices, poll-interval [default: all adapt]",
-        |options, text| put(&mut options.backend.adaptive, text.parse()),
+        |options, text| set_value(&mut options.backend.adaptive, text.parse()),
     )
     .of(OptionScope::Drive),
     option(
@@ -244,7 +244,7 @@ doorbells, budget, slices, poll-interval [default: all adapt]",
         "resident|any",
         "files that may hold the guest's memory: resident (memfd, tmpfs, hugetlbfs), or any, whose
 page faults may wait; any needs poll=dedicated [default: resident]",
-        |options, text| put(&mut options.backend.memory, text.parse()),
+        |options, text| set_value(&mut options.backend.memory, text.parse()),
     )
     .refused_for(&[(
         |options| options.backend.memory == MemoryKinds::Any && is_physical(options),
@@ -255,7 +255,7 @@ page faults may wait; any needs poll=dedicated [default: resident]",
         "SIZE",
         "most bytes of the guest's memory that are mapped for a physical drive, which pins them,
 as in 17G; memory counts as often as it is mapped [default: the memory of the host]",
-        |options, text| give(&mut options.backend.memory_limit, parse_memory_limit(text)),
+        |options, text| set_optional(&mut options.backend.memory_limit, parse_memory_limit(text)),
     )
     .refused_for(&[(
         is_software,
@@ -266,21 +266,21 @@ as in 17G; memory counts as often as it is mapped [default: the memory of the ho
         "NUMBER[+BURST]",
         "most I/O commands per second, and commands that may come at once after idleness, as
 in 20000+500 [default: no limit; BURST: those of 10 ms]",
-        |options, text| give(&mut options.backend.rates.iops, RateLimit::parse_iops(text)),
+        |options, text| set_optional(&mut options.backend.rates.iops, RateLimit::parse_iops(text)),
     ),
     option(
         "bandwidth",
         "SIZE[+BURST]",
         "most bytes per second that are read and written, as in 100M+1G
 [default: no limit; BURST: those of 10 ms]",
-        |options, text| give(&mut options.backend.rates.bandwidth, RateLimit::parse_bandwidth(text)),
+        |options, text| set_optional(&mut options.backend.rates.bandwidth, RateLimit::parse_bandwidth(text)),
     ),
     option(
         "weight",
         "N",
         "share of a physical drive's queue pair beside busy guests that share it, 1 to 1000: a guest
 with 300 gets three times as much as one with 100 [default: 100]",
-        |options, text| give(&mut options.backend.rates.weight, text.parse()),
+        |options, text| set_optional(&mut options.backend.rates.weight, text.parse()),
     )
     .with_number(parse_number)
     .refused_for(&[(is_software, NO_WEIGHT_REASON)]),
@@ -289,20 +289,20 @@ with 300 gets three times as much as one with 100 [default: 100]",
         "keep|wipe",
         "data that another id left in the range: keep hands it over, wipe erases it first
 [default: such a range is refused]",
-        |options, text| put(&mut options.data, text.parse()),
+        |options, text| set_value(&mut options.data, text.parse()),
     )
     .of(OptionScope::Lease),
     option(
         "serial",
         "SERIAL",
         "serial number that the guest sees [default: made from drive, range and id]",
-        |options, text| give(&mut options.backend.serial, parse_serial(text)),
+        |options, text| set_optional(&mut options.backend.serial, parse_serial(text)),
     ),
     option(
         "lba",
         "512|4096",
         "bytes of a logical block of a software drive, 512 or 4096 [default: 512]",
-        |options, text| give(&mut options.drive.lba, text.parse()),
+        |options, text| set_optional(&mut options.drive.lba, text.parse()),
     )
     .of(OptionScope::Drive)
     .with_number(|text| Ok(Some(text.parse::<LbaSize>()?.bytes().into())))
@@ -321,7 +321,7 @@ with 300 gets three times as much as one with 100 [default: 100]",
         "NAME",
         "name of the label that `nvme-mpt leases label` gave the drive, for disks without a serial
 number [default: the drive's own identity]",
-        |options, text| give(&mut options.drive.name, text.parse()),
+        |options, text| set_optional(&mut options.drive.name, text.parse()),
     )
     .of(OptionScope::Drive)
     .refused_for(&[(
@@ -333,7 +333,7 @@ number [default: the drive's own identity]",
         "raw",
         "raw: the guest gets a file or block device as it is, although it begins with the header of a
 disk image or of LUKS [default: its first lease is refused]",
-        |options, text| put(&mut options.is_raw, parse_format(text)),
+        |options, text| set_value(&mut options.is_raw, parse_format(text)),
     )
     .of(OptionScope::Lease)
     .refused_for(&[(
@@ -346,7 +346,7 @@ disk image or of LUKS [default: its first lease is refused]",
         "kind of software drive: nvm or ssd (timing), zns or zns-ssd (zones), kv or kv-ssd (keys and
 values), or a path with a slash to a file like those in resources/drives [default: as fast
 as it can be]",
-        |options, text| give(&mut options.drive.profile, DriveProfile::load(text).map(Arc::new)),
+        |options, text| set_optional(&mut options.drive.profile, DriveProfile::load(text).map(Arc::new)),
     )
     .of(OptionScope::Drive)
     .with_file(|name| name.contains('/'))
@@ -356,7 +356,7 @@ as it can be]",
         "PLAN",
         "a file with faults of a software drive, like resources/faults/example.toml, or none, to
 inject faults later with `nvme-mpt fault` [default: the drive never fails]",
-        |options, text| give(&mut options.drive.faults, FaultPlan::load(text).map(Arc::new)),
+        |options, text| set_optional(&mut options.drive.faults, FaultPlan::load(text).map(Arc::new)),
     )
     .of(OptionScope::Drive)
     .with_file(|name| name != NO_FAULTS)
@@ -375,7 +375,7 @@ inject faults later with `nvme-mpt fault` [default: the drive never fails]",
         "on|off",
         "on: a drive in memory allocates all of it at the start, so that first writes are as fast
 as others [default: off, memory is allocated as it is written]",
-        |options, text| give(&mut options.drive.populate, text.parse()),
+        |options, text| set_optional(&mut options.drive.populate, text.parse()),
     )
     .of(OptionScope::Drive)
     .refused_for(&[(
@@ -386,7 +386,7 @@ as others [default: off, memory is allocated as it is written]",
         "namespace",
         "N",
         "namespace of a physical drive [default: its first]",
-        |options, text| give(&mut options.drive.namespace, parse_namespace(text)),
+        |options, text| set_optional(&mut options.drive.namespace, parse_namespace(text)),
     )
     .of(OptionScope::Drive)
     .with_number(parse_number)
@@ -412,7 +412,7 @@ the guest of a file or block device sees CSTS.CFS [default: 10 if physical, else
         "round-robin|weighted",
         "weighted: a physical drive that has weighted round robin divides itself among busy guests by
 weight=, also while it is fast; one value per drive [default: round-robin]",
-        |options, text| give(&mut options.drive.arbitration, text.parse()),
+        |options, text| set_optional(&mut options.drive.arbitration, text.parse()),
     )
     .of(OptionScope::Drive)
     .refused_for(&[(
@@ -424,7 +424,7 @@ weight=, also while it is fast; one value per drive [default: round-robin]",
         "SECONDS",
         "seconds that a function in a VMM waits for a drive server to come back; 0: no wait
 [default: no limit]",
-        |options, text| give(&mut options.reconnect, parse_seconds(text)),
+        |options, text| set_optional(&mut options.reconnect, parse_seconds(text)),
     )
     .with_number(parse_number)
     .refused_for(&[(
@@ -455,17 +455,17 @@ fn is_in_process(options: &FunctionOptions) -> bool {
 }
 
 /// Sets a field that has a default.
-fn put<T, E: Into<ValueError>>(field: &mut T, value: Result<T, E>) -> Result<(), ValueError> {
+fn set_value<T, E: Into<ValueError>>(field: &mut T, value: Result<T, E>) -> Result<(), ValueError> {
     *field = value.map_err(Into::into)?;
     Ok(())
 }
 
 /// Sets a field that is `None` by default.
-fn give<T, E: Into<ValueError>>(
+fn set_optional<T, E: Into<ValueError>>(
     field: &mut Option<T>,
     value: Result<T, E>,
 ) -> Result<(), ValueError> {
-    put(field, value.map(Some))
+    set_value(field, value.map(Some))
 }
 
 /// Error of options without a drive.

@@ -83,6 +83,12 @@ impl Counts {
         self.submitted.saturating_sub(ended)
     }
 
+    /// Returns the number of commands with another outcome than one success: errors, retries, withdrawals, duplicates and
+    /// losses.
+    pub(crate) fn anomalies(&self) -> u64 {
+        self.errors + self.retried + self.withdrawn + self.doubled + self.lost_commands()
+    }
+
     /// Returns the sum of two clients' counts.
     pub(crate) fn sum_with(&self, other: &Self) -> Self {
         Self {

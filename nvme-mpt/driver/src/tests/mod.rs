@@ -23,7 +23,7 @@ impl WaitClock for SleepClock {
     }
 
     fn wait(&self, _: Duration, _: &mut dyn FnMut(Duration) -> bool) -> bool {
-        unimplemented!("the driver only sleeps")
+        unreachable!("the driver only sleeps")
     }
 
     fn sleep(&self, time: Duration) {

@@ -539,7 +539,7 @@ mod tests {
     #[test]
     fn the_own_window_shrinks_if_light_commands_wait_for_their_own_pair() {
         let own = own_window_by(|_, heavy| ALONE + heavy);
-        assert!((OWN_WINDOW_MIN..=2 * ALONE).contains(&own), "{own}");
+        assert!((ALONE / 2..=2 * ALONE).contains(&own), "{own}");
     }
 
     #[test]

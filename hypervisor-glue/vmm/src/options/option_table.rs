@@ -172,8 +172,8 @@ or lease=. `nvme-mpt resize` makes it larger while its guest runs",
     option(
         "queues",
         "N",
-        "most I/O queue pairs that the guest gets, 1 to 1024; at most 511 with a Doorbell Buffer,
-so not with doorbells=mapped or trap [default: 16]",
+        "most I/O queue pairs that the guest gets: 1 to 1024 with doorbells=mapped or trap, else 1 to
+511 [default: 16]",
         |options, text| set_value(&mut options.backend.queue_pairs, parse_queues(text)),
     )
     .with_number(parse_number),
@@ -278,8 +278,8 @@ in 20000+500 [default: no limit; BURST: those of 10 ms]",
     option(
         "weight",
         "N",
-        "share of a physical drive's queue pair beside busy guests that share it, 1 to 1000: a guest
-with 300 gets three times as much as one with 100 [default: 100]",
+        "share of a physical drive beside other busy guests, 1 to 1000: a guest with 300 gets three
+times as much as one with 100 [default: 100]",
         |options, text| set_optional(&mut options.backend.rates.weight, text.parse()),
     )
     .with_number(parse_number)

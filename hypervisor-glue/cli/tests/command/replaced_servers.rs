@@ -1097,6 +1097,31 @@ fn a_function_that_cannot_be_restored_affects_no_other() {
     supervised.stop();
 }
 
+#[test]
+fn functions_that_wait_share_their_drive_with_the_options_of_each() {
+    let bench = Bench::new();
+    // The function without the option is restored first, as it has less memory.
+    let functions = [
+        "path=other.img,range=0+64M,socket=a.sock,id=a",
+        "path=other.img,range=64M+64M,socket=b.sock,id=b,timeout=60",
+    ];
+    let drive = fs::File::create(bench.path("other.img")).unwrap();
+    drive.set_len(128 << 20).unwrap();
+    let supervised = SupervisedServer::start(&bench, &functions);
+    let guest = Guest::connect(&bench.path("b.sock"), DoorbellMode::Shadow, true);
+    run_beside(vec![guest], 1, || {
+        fs::rename(bench.path("other.img"), bench.path("hidden.img")).unwrap();
+        supervised.kill_server();
+        let listed = bench.ask("list", &[]).unwrap();
+        assert_eq!(listed.matches("does not exist").count(), 2, "{listed}");
+        fs::rename(bench.path("hidden.img"), bench.path("other.img")).unwrap();
+        let is_there = |printed: &str| !printed.contains("not offered");
+        let listed = bench.ask_until("list", &[], is_there).unwrap();
+        assert!(is_there(&listed), "{listed}");
+    });
+    supervised.stop();
+}
+
 /// Overwrites the number of the socket's owner in the configuration that a server has persisted.
 fn forget_owner(server: &str) {
     const OWNER: &[u8] = b"owner=";

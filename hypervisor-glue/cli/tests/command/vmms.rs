@@ -38,6 +38,7 @@ use nvme_mpt_vmm::{report, sandbox};
 use vmm_device::{MsixMasking, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::replaced_servers::SupervisedServer;
 use crate::support::{Bench, Server, TIMEOUT};
 
 /// Environment variables of a VMM: its option string, its state directory, and the byte that it writes.
@@ -646,6 +647,29 @@ fn a_vmm_is_refused_leased_ranges_and_unfit_options() {
     ] {
         assert!(log.contains(line), "{line}:\n{log}");
     }
+}
+
+#[test]
+fn a_vmm_continues_once_its_declared_drive_is_back() {
+    let bench = Bench::new();
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--drive", "path=drive.img"]);
+    let supervised =
+        SupervisedServer::start_command(&bench, &["--deaths", "100000", "--delay", "0"], &serve);
+    let mut vmm = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=vmm", 1);
+    assert_eq!(vmm.report(), "attached");
+    assert_eq!(vmm.pass(), "passed");
+    fs::rename(bench.path("drive.img"), bench.path("hidden.img")).unwrap();
+    supervised.kill_server();
+    let log = supervised.log();
+    assert!(
+        log.contains("The server retries until it succeeds"),
+        "{log}"
+    );
+    fs::rename(bench.path("hidden.img"), bench.path("drive.img")).unwrap();
+    assert_eq!(vmm.pass(), "passed");
+    vmm.end();
+    supervised.stop();
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::time::Duration;
 use nvme_guest::threads::start_thread;
 use nvme_lease::range::ByteSize;
 use nvme_mpt_logging as logging;
+use nvme_mpt_memory::clock;
 use nvme_mpt_vmm::report;
 
 use super::configuration_differences::ConfigurationComparer;
@@ -106,13 +107,16 @@ fn run_changes(
     let mut pause = Duration::ZERO;
     loop {
         let request = match registry.has_waiting_vms() {
-            true => requests.recv_timeout(std::mem::replace(&mut pause, RETRY_INTERVAL)),
+            true => requests.recv_timeout(pause),
             false => requests.recv().map_err(|_| RecvTimeoutError::Disconnected),
         };
         let (change, reply) = match request {
             Ok(request) => request,
             Err(RecvTimeoutError::Timeout) => {
+                let start = clock::monotonic();
                 registry.retry_waiting();
+                // A drive that does not answer delays each attempt. Other changes get at least half of the time.
+                pause = RETRY_INTERVAL.max(clock::monotonic().saturating_sub(start));
                 continue;
             }
             Err(RecvTimeoutError::Disconnected) => break,

@@ -41,6 +41,7 @@ use crate::change::{DeclarationSource, FunctionEntry, FunctionStatus, ReservedLe
 use crate::confinement::FileRule;
 use crate::function_thread::{FunctionThreadError, ShutdownAnswer};
 use crate::owner::resolve_user;
+use crate::persistence::ServerPersistence;
 use crate::persistence::persisted_function::RestoreOrder;
 
 /// Timeout for opening a drive or leasing a range that the predecessor's process has until the kernel has ended it.
@@ -86,6 +87,11 @@ impl FailedFunctionRecord {
             declared,
             options: None,
         }
+    }
+
+    /// Returns whether a VM waits for the function: the predecessor served it.
+    fn has_waiting_vm(&self, persistence: Option<&ServerPersistence>) -> bool {
+        persistence.is_some_and(|persistence| persistence.has_function(&self.entry.socket))
     }
 
     /// Returns the declaration; `None` if this release cannot parse it.
@@ -141,6 +147,21 @@ pub(super) struct DeclaredDrive {
     pub(super) drive: Arc<Drive>,
 }
 
+/// A drive that the predecessor kept open, and that this server cannot open yet. VMs may wait for leases on it.
+#[derive(Debug)]
+pub(super) struct MissingDrive {
+    declaration: DriveDeclaration,
+    /// The error of the last attempt to open the drive.
+    reason: String,
+}
+
+/// The declared drives of one source, which a reload releases and [`FunctionRegistry::return_declared`] gives back.
+#[derive(Debug)]
+pub(super) struct ReleasedDrives {
+    held: Vec<DeclaredDrive>,
+    missing: Vec<MissingDrive>,
+}
+
 /// All functions of a server, and the drives that it has open. Dropping the registry ends the functions.
 #[derive(Debug)]
 pub(super) struct FunctionRegistry {
@@ -148,8 +169,7 @@ pub(super) struct FunctionRegistry {
     pub(super) functions: Vec<RegisteredFunction>,
     failed: Vec<FailedFunctionRecord>,
     pub(super) held_drives: Vec<DeclaredDrive>,
-    /// Drives that the predecessor kept open and that this server cannot open.
-    missing_drives: Vec<DriveDeclaration>,
+    missing_drives: Vec<MissingDrive>,
     pub(super) drives: OpenDrives,
     snapshot: Arc<Mutex<Arc<RegistrySnapshot>>>,
 }
@@ -190,10 +210,14 @@ impl FunctionRegistry {
         if continues {
             // VMs wait for these functions. So a function or drive that fails is only logged and listed, and the start
             // continues.
-            for drive in drives {
-                if let Err(error) = self.open_held(vec![drive.clone()]) {
-                    log::error!("{}", report::chain(&error));
-                    self.missing_drives.push(drive);
+            for declaration in drives {
+                if let Err(error) = self.open_held(vec![declaration.clone()]) {
+                    let reason = report::chain(&error);
+                    log::error!("{reason}. The server retries until it succeeds");
+                    self.missing_drives.push(MissingDrive {
+                        declaration,
+                        reason,
+                    });
                 }
             }
             let mut functions = functions;
@@ -235,7 +259,7 @@ impl FunctionRegistry {
         if let Some(persistence) = &self.context.persistence {
             persistence.forget_other_drives(&controllers);
             // Spare descriptors of a drive that cannot be opened now stay, since VMs may wait for leases on the drive.
-            if !self.has_waiting_vms() && self.missing_drives.is_empty() {
+            if !self.has_waiting_vms() {
                 persistence.spares().forget_other_drives(&controllers);
             }
         }
@@ -373,10 +397,7 @@ impl FunctionRegistry {
         limits: Option<&OptionText>,
     ) -> Result<ReservedLease, FunctionRegistrationError> {
         let owner = resolve_user(owner)?;
-        let persistence = self.context.persistence.as_deref();
-        let drive = self
-            .drives
-            .open(function, std::iter::once(function), persistence)?;
+        let drive = self.open_drive(function, std::iter::once(function))?;
         let ServerContext { ledgers, stop, .. } = &self.context;
         let ledgers = ledgers.with_claim(LeaseClaim::ForUser(owner));
         let limits = limits.map(ToString::to_string);
@@ -724,10 +745,7 @@ impl FunctionRegistry {
             return Err(FunctionRegistrationError::SocketTaken(socket.clone()));
         }
         let sharing = batch.iter().map(|other| &other.options.function);
-        let persistence = self.context.persistence.as_deref();
-        let drive = self
-            .drives
-            .open(&declaration.options.function, sharing, persistence)?;
+        let drive = self.open_drive(&declaration.options.function, sharing)?;
         let function = RegisteredFunction::new(declaration, drive, &self.context)?;
         if self
             .functions
@@ -738,6 +756,31 @@ impl FunctionRegistry {
         }
         self.functions.push(function);
         Ok(())
+    }
+
+    /// Returns the drive of a function, and opens the drive if necessary. The drive is opened with the options of `sharing`,
+    /// of failed functions whose VMs wait, and of missing drives: whichever of them comes first, the others then find the
+    /// drive with their options.
+    fn open_drive<'a>(
+        &'a mut self,
+        function: &'a FunctionOptions,
+        sharing: impl Iterator<Item = &'a FunctionOptions> + Clone,
+    ) -> Result<Arc<Drive>, FunctionDriveError> {
+        let Self {
+            context,
+            failed,
+            missing_drives: missing,
+            drives,
+            ..
+        } = self;
+        let persistence = context.persistence.as_deref();
+        let waiting = failed
+            .iter()
+            .filter(|failed| failed.has_waiting_vm(persistence));
+        let waiting = waiting.filter_map(|failed| Some(&failed.options.as_ref()?.function));
+        let missing = missing.iter().map(|missing| &missing.declaration.options);
+        let missing = missing.map(|options| &options.drive);
+        drives.open(function, sharing.chain(waiting).chain(missing), persistence)
     }
 
     /// Serves functions independently. Functions that fail are listed as failed.
@@ -824,8 +867,9 @@ impl FunctionRegistry {
         if memory <= BRIEF_PINNING_MAX || !matches!(function.path, DrivePath::Pci(_)) {
             return false;
         }
+        let memory_files = persistence.function_memory(socket);
         let sharing = batch.iter().map(|other| &other.options.function);
-        let Ok(drive) = self.drives.open(function, sharing, Some(persistence)) else {
+        let Ok(drive) = self.open_drive(function, sharing) else {
             // The function is not postponed, so that serving it reports this error.
             return false;
         };
@@ -835,7 +879,7 @@ impl FunctionRegistry {
             return false;
         };
         let owner = MappingOwner::for_function(&lease);
-        let inherited = space.inherited_bytes(owner, &persistence.function_memory(socket));
+        let inherited = space.inherited_bytes(owner, &memory_files);
         if memory.saturating_sub(inherited) <= BRIEF_PINNING_MAX {
             return false;
         }
@@ -885,20 +929,16 @@ impl FunctionRegistry {
         self.failed.push(failed);
     }
 
-    /// Returns whether VMs wait for failed functions: the predecessor served them.
+    /// Returns whether VMs wait for failed functions, which the predecessor served, or may wait for leases on missing drives.
     pub(super) fn has_waiting_vms(&self) -> bool {
-        let persistence = self.context.persistence.as_ref();
-        persistence.is_some_and(|persistence| {
-            let mut failed = self.failed.iter();
-            failed.any(|failed| persistence.has_function(&failed.entry.socket))
-        })
+        let persistence = self.context.persistence.as_deref();
+        let mut failed = self.failed.iter();
+        !self.missing_drives.is_empty() || failed.any(|failed| failed.has_waiting_vm(persistence))
     }
 
-    /// Tries again to serve failed functions whose VMs wait, since a resource that was missing may be available now.
+    /// Tries again to open missing drives, and to serve failed functions whose VMs wait, since a resource that was missing may
+    /// be available now.
     pub(super) fn retry_waiting(&mut self) {
-        let Some(persistence) = self.context.persistence.clone() else {
-            return;
-        };
         let Self {
             functions,
             held_drives: held,
@@ -906,13 +946,40 @@ impl FunctionRegistry {
             ..
         } = self;
         drives.close_moved(|drive| is_used(drive, functions, held));
-        let waits = |failed: &&FailedFunctionRecord| persistence.has_function(&failed.entry.socket);
-        let waiting = self.failed.iter().filter(waits);
+        self.retry_missing_drives();
+        let Some(persistence) = self.context.persistence.clone() else {
+            return;
+        };
+        let failed = self.failed.iter();
+        let waiting = failed.filter(|failed| failed.has_waiting_vm(Some(&persistence)));
         let sockets = waiting.map(|failed| failed.entry.socket.clone());
         let mut sockets: Vec<PathBuf> = sockets.collect();
         sockets.sort_by_key(|socket| restore_sort_key(persistence.restore_order(socket)));
         for socket in sockets {
             self.retry_failed(&socket);
+        }
+    }
+
+    /// Tries again to open the drives that the predecessor kept open. VMs get their leases on a drive once it is open.
+    fn retry_missing_drives(&mut self) {
+        // A drive stays missing during its attempt, so that another declaration of its path opens it with its options.
+        let mut place = 0;
+        while let Some(missing) = self.missing_drives.get(place) {
+            let declaration = missing.declaration.clone();
+            let path = declaration.options.drive.path.clone();
+            if let Err(error) = self.open_held(vec![declaration]) {
+                let reason = report::chain(&error);
+                let missing = &mut self.missing_drives[place];
+                if reason != missing.reason {
+                    log::error!("{reason}. The server retries until it succeeds");
+                    missing.reason = reason;
+                }
+                place += 1;
+                continue;
+            }
+            log::info!("Drive {path} is open again");
+            self.missing_drives.remove(place);
+            self.publish();
         }
     }
 
@@ -984,10 +1051,7 @@ impl FunctionRegistry {
             let options = &mut declaration.options.drive;
             options.path = resolve_path(&options.path);
             let function = &declaration.options.drive;
-            let persistence = self.context.persistence.as_deref();
-            let drive = self
-                .drives
-                .open(function, std::iter::once(function), persistence);
+            let drive = self.open_drive(function, std::iter::once(function));
             let drive = drive.map_err(|error| {
                 let explained = self
                     .context
@@ -1003,14 +1067,27 @@ impl FunctionRegistry {
         Ok(())
     }
 
-    pub(super) fn release_held(&mut self, source: DeclarationSource) -> Vec<DeclaredDrive> {
-        let (released, held) = std::mem::take(&mut self.held_drives)
+    /// Removes the declared drives of one source, open and missing ones, and returns them.
+    pub(super) fn release_declared(&mut self, source: DeclarationSource) -> ReleasedDrives {
+        let held = std::mem::take(&mut self.held_drives);
+        let missing = std::mem::take(&mut self.missing_drives);
+        let (released_held, held) = held
             .into_iter()
             .partition(|held| held.declaration.declared.source == source);
-        self.held_drives = held;
-        self.missing_drives
-            .retain(|missing| missing.declared.source != source);
-        released
+        let (released_missing, missing) = missing
+            .into_iter()
+            .partition(|missing| missing.declaration.declared.source == source);
+        (self.held_drives, self.missing_drives) = (held, missing);
+        ReleasedDrives {
+            held: released_held,
+            missing: released_missing,
+        }
+    }
+
+    /// Takes back the drives that [`Self::release_declared`] returned.
+    pub(super) fn return_declared(&mut self, drives: ReleasedDrives) {
+        self.held_drives.extend(drives.held);
+        self.missing_drives.extend(drives.missing);
     }
 
     /// Asks a function to end. Without `force`, fails while a VMM is connected.
@@ -1063,11 +1140,10 @@ impl FunctionRegistry {
             Some(declaration) => declaration.to_resolved(),
             None => failed.declared.clone(),
         });
-        let held = self.held_drives.iter().map(|held| &held.declaration);
-        let held = held.chain(&self.missing_drives);
+        let drives = self.drive_declarations();
         let encoded = stored_configuration::encode(
             functions.chain(failed).collect(),
-            held.map(DriveDeclaration::to_resolved).collect(),
+            drives.map(DriveDeclaration::to_resolved).collect(),
             &self.context.rules,
         );
         match encoded {
@@ -1096,11 +1172,10 @@ impl FunctionRegistry {
         } = self;
         // The drives of failed functions stay open if VMs wait for these functions: they may have written data to a `memory:`
         // drive.
-        let waits = |failed: &&FailedFunctionRecord| {
-            let persistence = context.persistence.as_ref();
-            persistence.is_some_and(|persistence| persistence.has_function(&failed.entry.socket))
-        };
-        let waiting = failed.iter().filter(waits);
+        let persistence = context.persistence.as_deref();
+        let waiting = failed
+            .iter()
+            .filter(|failed| failed.has_waiting_vm(persistence));
         let waiting = waiting.filter_map(|failed| failed.entry.drive.parse().ok());
         let waiting: Vec<DrivePath> = waiting.collect();
         // The last process that closes a block device waits for its writes. The supervisor must not wait, so this process keeps
@@ -1134,17 +1209,23 @@ impl FunctionRegistry {
         let failed = self.failed.iter();
         let failed = failed.filter(|failed| is_of_file(&failed.declared));
         let failed = failed.filter_map(FailedFunctionRecord::declaration);
-        let held = self.held_drives.iter().map(|held| &held.declaration);
-        let held = held.chain(&self.missing_drives);
         RunningConfiguration {
             file: self.context.file.clone(),
             data: self.context.data,
             functions: offered.cloned().chain(failed).collect(),
-            drives: held
-                .filter(|held| is_of_file(&held.declared))
-                .map(|held| held.options.clone())
+            drives: self
+                .drive_declarations()
+                .filter(|drive| is_of_file(&drive.declared))
+                .map(|drive| drive.options.clone())
                 .collect(),
         }
+    }
+
+    /// Returns the declarations of the drives to keep open, also of those that could not be opened.
+    fn drive_declarations(&self) -> impl Iterator<Item = &DriveDeclaration> {
+        let held = self.held_drives.iter().map(|held| &held.declaration);
+        let missing = self.missing_drives.iter();
+        held.chain(missing.map(|missing| &missing.declaration))
     }
 
     pub(super) fn publish(&self) {
@@ -1238,10 +1319,10 @@ mod tests {
     use rustix::process::{PidfdFlags, getpid, pidfd_open};
     use vfio_user_server::SocketAccess;
 
-    use super::super::declarations::AddedFunctionsFile;
+    use super::super::declarations::{AddedFunctionsFile, ConfigFileContents};
     use super::*;
     use crate::confinement::ProcessConfinement;
-    use crate::persistence::{GuestPauseStart, ServerPersistence};
+    use crate::persistence::GuestPauseStart;
 
     /// Creates the registry of a server without functions. Its state directory is in `dir`.
     fn registry(dir: &Path, persistence: Option<ServerPersistence>) -> FunctionRegistry {
@@ -1328,5 +1409,77 @@ mod tests {
             };
             after.start(configuration).unwrap();
         });
+    }
+
+    /// Starts a server whose predecessor kept the drive `drive.img` of `dir` open, which does not exist now. The configuration
+    /// file declares the drive, too.
+    fn start_without_drive(dir: &Path) -> FunctionRegistry {
+        make_state_dir(&dir.join("state")).unwrap();
+        let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+        let mut registry = registry(
+            dir,
+            Some(ServerPersistence::beside_predecessor(dir, process)),
+        );
+        let path = dir.join("drive.img");
+        let file = dir.join("serve.toml");
+        let text = format!("[[drive]]\npath = {path:?}\nlba = 4096\n");
+        std::fs::write(&file, text).unwrap();
+        registry.context.file = Some(file.clone());
+        let configuration = StartConfiguration {
+            drives: ConfigFileContents::read(&file).unwrap().drives,
+            is_restored: true,
+            ..StartConfiguration::default()
+        };
+        registry.start(configuration).unwrap();
+        assert!(registry.has_waiting_vms());
+        registry
+    }
+
+    fn create_drive(dir: &Path) {
+        let drive = File::create(dir.join("drive.img")).unwrap();
+        drive.set_len(2 << 20).unwrap();
+    }
+
+    #[test]
+    fn a_missing_drive_is_opened_once_it_is_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        let mut registry = start_without_drive(dir);
+        registry.retry_waiting();
+        assert!(registry.has_waiting_vms());
+        create_drive(dir);
+        registry.retry_waiting();
+        assert!(!registry.has_waiting_vms());
+        assert_eq!(registry.held_drives.len(), 1);
+        // Leases of VMMs find the drive.
+        let snapshot = registry.snapshot();
+        assert_eq!(snapshot.lock().unwrap().drives.len(), 1);
+    }
+
+    #[test]
+    fn a_function_opens_a_missing_drive_with_the_declared_options() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        let mut registry = start_without_drive(dir);
+        create_drive(dir);
+        registry.serve_all(vec![function(dir, "a.sock")]).unwrap();
+        let drive = &registry.functions[0].drive;
+        assert_eq!(drive.namespace().lba_shift, 12);
+        registry.retry_waiting();
+        assert!(!registry.has_waiting_vms());
+        registry.end().unwrap();
+    }
+
+    #[test]
+    fn a_failed_reload_still_waits_for_a_missing_drive() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        let mut registry = start_without_drive(dir);
+        let error = registry.reload(false).unwrap_err();
+        assert!(matches!(error, ChangeError::Drive { .. }), "{error:?}");
+        assert!(registry.has_waiting_vms());
+        create_drive(dir);
+        registry.retry_waiting();
+        assert_eq!(registry.held_drives.len(), 1);
     }
 }

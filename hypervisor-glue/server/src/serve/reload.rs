@@ -12,7 +12,7 @@ use super::declarations::resolve_path;
 use super::declarations::{ConfigFileContents, DriveDeclaration, FunctionDeclaration};
 use super::error::ChangeError;
 use super::registered_function::RegisteredFunction;
-use super::registry::{DeclaredDrive, FunctionRegistry, find_conflict, function_error};
+use super::registry::{FunctionRegistry, ReleasedDrives, find_conflict, function_error};
 use crate::change::{DeclarationSource, ReloadResult};
 use crate::function_thread::FunctionHandle;
 
@@ -83,17 +83,17 @@ impl FunctionRegistry {
             .iter()
             .map(|declaration| declaration.options.socket.clone())
             .collect();
-        let held = self.release_held(DeclarationSource::File);
+        let released = self.release_declared(DeclarationSource::File);
         let failed = self.take_failed(DeclarationSource::File);
         let unchanged_count = self.functions.len();
         let made = self.open_held(drives).and_then(|()| self.serve_all(wanted));
         if let Err(error) = made {
             self.return_failed(failed);
-            let error = self.undo_reload(error, held, functions);
+            let error = self.undo_reload(error, released, functions);
             self.publish();
             return Err(error);
         }
-        drop(held);
+        drop(released);
         self.forget_unlisted();
         for id in abandoned {
             if self.context.leases.end_lease(&id).is_some() {
@@ -242,11 +242,11 @@ impl FunctionRegistry {
     fn undo_reload(
         &mut self,
         error: ChangeError,
-        held: Vec<DeclaredDrive>,
+        released: ReleasedDrives,
         functions: Vec<FunctionDeclaration>,
     ) -> ChangeError {
-        self.release_held(DeclarationSource::File);
-        self.held_drives.extend(held);
+        self.release_declared(DeclarationSource::File);
+        self.return_declared(released);
         self.serve_again(error, functions)
     }
 

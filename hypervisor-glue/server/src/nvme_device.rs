@@ -57,7 +57,11 @@ impl FunctionResumeError {
     /// Returns whether the error is a temporary lack of a resource of the host or the drive, so that a later attempt may
     /// succeed.
     pub(crate) fn is_transient(&self) -> bool {
-        let lacks_room = matches!(self, Self::Memory(error) if error.lacks_iommu_resources());
+        let lacks_room = match self {
+            Self::Memory(error) => error.lacks_iommu_resources(),
+            Self::Persisted(error) => error.is_transient(),
+            _ => false,
+        };
         lacks_room || system::is_exhaustion(self)
     }
 }

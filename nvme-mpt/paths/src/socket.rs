@@ -1,6 +1,7 @@
 //! Listening sockets with a name in a directory.
 
 use std::ffi::OsStr;
+use std::io;
 use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixListener;
@@ -220,10 +221,22 @@ fn is_bound_to(file: &PathEntry, socket: &UnixListener) -> Result<bool, PathErro
         return Ok(false);
     }
     // Other processes of this process's user may have connected before.
-    while let Ok((_, from)) = socket.accept() {
-        if from.as_abstract_name().is_some() && from.as_abstract_name() == address.abstract_name() {
-            return Ok(true);
+    loop {
+        match socket.accept() {
+            Ok((_, from)) => {
+                let name = from.as_abstract_name();
+                if name.is_some() && name == address.abstract_name() {
+                    return Ok(true);
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+            Err(source) => {
+                return Err(PathError::Io {
+                    action: "try",
+                    path: file.path.clone(),
+                    source,
+                });
+            }
         }
     }
-    Ok(false)
 }

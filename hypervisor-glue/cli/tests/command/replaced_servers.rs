@@ -229,6 +229,8 @@ struct Guest {
     generations: Vec<u64>,
     /// False for a drive that does not store data.
     stores_data: bool,
+    /// True if the guest creates and deletes a queue pair now and then.
+    changes_queues: bool,
     rng: Rng,
     done: u64,
     last: Instant,
@@ -305,6 +307,7 @@ impl Guest {
             in_flight: BTreeMap::new(),
             generations: vec![0; PLACES as usize],
             stores_data: stays_connected,
+            changes_queues: true,
             rng: Rng::new(11),
             done: 0,
             last: Instant::now(),
@@ -419,7 +422,7 @@ impl Guest {
                 self.submit();
             }
             self.take(course);
-            if self.done / PER_ADMIN > administered {
+            if self.changes_queues && self.done / PER_ADMIN > administered {
                 administered = self.done / PER_ADMIN;
                 let began = Instant::now();
                 self.administer();
@@ -1094,6 +1097,55 @@ fn a_function_that_cannot_be_restored_affects_no_other() {
         let listed = bench.ask_until("list", &[], is_there).unwrap();
         assert!(is_there(&listed), "{listed}");
     });
+    supervised.stop();
+}
+
+#[test]
+fn a_shortage_of_open_files_loses_no_function() {
+    let bench = Bench::new();
+    let functions: Vec<String> = (0..6)
+        .map(|number| {
+            let start = 8 * number;
+            format!("path=drive.img,range={start}M+8M,socket={number}.sock,id=f{number}")
+        })
+        .collect();
+    let functions: Vec<&str> = functions.iter().map(String::as_str).collect();
+    let served = bench.serve_command("one", &functions);
+    // Each server reads its limit at its start.
+    let limit = bench.path("limit");
+    let mut serve = Command::new("sh");
+    serve
+        .args(["-c", "ulimit -n $(cat limit) && exec \"$0\" \"$@\""])
+        .arg(served.get_program())
+        .args(served.get_args());
+    fs::write(&limit, "1000").unwrap();
+    let supervised =
+        SupervisedServer::start_command(&bench, &["--deaths", "100000", "--delay", "0"], &serve);
+    let guests: Vec<Guest> = (0..6)
+        .map(|number| {
+            let socket = bench.path(&format!("{number}.sock"));
+            Guest {
+                // A server that is short of files refuses new queues.
+                changes_queues: false,
+                ..Guest::connect(&socket, DoorbellMode::Shadow, true)
+            }
+        })
+        .collect();
+    let server = supervised.server_pid().unwrap();
+    let used = fs::read_dir(format!("/proc/{server}/fd")).unwrap().count();
+    // With fewer, the server cannot start; with more, it serves everything.
+    let mut limits = (3..8).map(|eighths| used * eighths / 8);
+    run_beside(guests, 5, || {
+        fs::write(&limit, limits.next().unwrap().to_string()).unwrap();
+        supervised.forget_ready();
+        SupervisedServer::send("KILL", &supervised.server_pid().unwrap());
+        thread::sleep(Duration::from_millis(500));
+        fs::write(&limit, "1000").unwrap();
+        // A server with the low limit may run.
+        supervised.kill_server();
+    });
+    let log = supervised.log();
+    assert!(!log.contains("loses its drive"), "{log}");
     supervised.stop();
 }
 

@@ -184,12 +184,22 @@ impl GuestPauseStart {
     }
 }
 
+/// A function of the predecessor that cannot be read yet. Its socket is unknown until then.
+#[derive(Debug)]
+struct UnreadFunction {
+    store_key: FdStoreKey,
+    /// The error of the last attempt.
+    reason: String,
+}
+
 #[derive(Debug)]
 struct PersistenceState {
     /// Request log in which the configuration is stored; `None` until it is first stored.
     configuration: Option<RequestLog>,
     /// Functions of the predecessor that are not restored yet, by the path of their socket.
     restorable: BTreeMap<PathBuf, RestorableFunction>,
+    /// Functions of the predecessor that this process cannot read yet, for lack of a resource.
+    unread: Vec<UnreadFunction>,
     /// Ledger of private drives: those that only this process can have, `memory:` and `null:`.
     private_ledger: Ledger,
     /// Memory files with the contents of `memory:` drives, by size in bytes.
@@ -198,6 +208,21 @@ struct PersistenceState {
     fault_files: BTreeMap<String, MemoryFile>,
     drives: DriveDescriptorQueues,
     next_function: u64,
+}
+
+impl UnreadFunction {
+    fn new(store_key: FdStoreKey, error: &RestoreError) -> Self {
+        let reason = report::chain(error);
+        Self { store_key, reason }
+    }
+
+    fn log(&self) {
+        let Self { store_key, reason } = self;
+        log::error!(
+            "Cannot read {} of the previous process yet: {reason}. The server retries until it succeeds",
+            store_key.name
+        );
+    }
 }
 
 impl ServerPersistence {
@@ -273,6 +298,7 @@ impl ServerPersistence {
                 None => None,
             },
             restorable: BTreeMap::new(),
+            unread: Vec::new(),
             private_ledger: open_private_ledger(
                 &registry,
                 stored.remove(PRIVATE_LEDGER).unwrap_or_default(),
@@ -293,6 +319,11 @@ impl ServerPersistence {
                     Ok(function) => {
                         let socket = function.socket().to_owned();
                         state.restorable.insert(socket, function);
+                    }
+                    Err(error) if error.is_transient() => {
+                        let unread = UnreadFunction::new(store_key, &error);
+                        unread.log();
+                        state.unread.push(unread);
                     }
                     Err(error) => {
                         let error = report::chain(&error);
@@ -340,6 +371,14 @@ impl ServerPersistence {
         })
     }
 
+    /// Adds a function of the predecessor that cannot be read for lack of open files.
+    #[cfg(test)]
+    pub(crate) fn add_unread(&self) {
+        let error = RestoreError::from(FdStoreError::Truncated);
+        let unread = UnreadFunction::new(self.allocate_store_key(), &error);
+        self.state().unread.push(unread);
+    }
+
     #[cfg(test)]
     pub(crate) fn beside_predecessor(dir: &Path, predecessor: OwnedFd) -> Self {
         let (persistence, ..) = Self::beside_predecessor_with(dir, predecessor);
@@ -366,6 +405,7 @@ impl ServerPersistence {
             state: Mutex::new(PersistenceState {
                 configuration: None,
                 restorable: BTreeMap::new(),
+                unread: Vec::new(),
                 private_ledger: Ledger::in_process(),
                 memory_files: BTreeMap::new(),
                 fault_files: BTreeMap::new(),
@@ -421,7 +461,30 @@ impl ServerPersistence {
 
     /// Returns whether the predecessor left functions that are not restored yet.
     pub(crate) fn has_restorable_functions(&self) -> bool {
-        !self.state().restorable.is_empty()
+        let state = self.state();
+        !state.restorable.is_empty() || !state.unread.is_empty()
+    }
+
+    /// Returns the reason why a function of the predecessor cannot be read yet; `None` if all are read. As long as there is a
+    /// reason, a socket that is not known as that of a read function may be the unread function's.
+    pub(crate) fn unread_reason(&self) -> Option<String> {
+        let state = self.state();
+        state.unread.first().map(|unread| unread.reason.clone())
+    }
+
+    /// Tries again to read the functions that could not be read. Returns whether the last one of them has been read.
+    pub(crate) fn reread_unread(&self) -> bool {
+        let unread = std::mem::take(&mut self.state().unread);
+        let had_unread = !unread.is_empty();
+        for UnreadFunction { store_key, reason } in unread {
+            if let Err(unread) = self.try_reread(&store_key) {
+                if unread.reason != reason {
+                    unread.log();
+                }
+                self.state().unread.push(unread);
+            }
+        }
+        had_unread && self.state().unread.is_empty()
     }
 
     /// Returns the time at which the pause of the restored functions started, and its cause.
@@ -533,11 +596,22 @@ impl ServerPersistence {
     /// Makes a function that could not be restored restorable again: reads its descriptors anew, for a later attempt or a
     /// successor.
     pub(crate) fn reread_function(&self, store_key: &FdStoreKey) {
+        if let Err(unread) = self.try_reread(store_key) {
+            unread.log();
+            self.state().unread.push(unread);
+        }
+    }
+
+    /// Reads a function's descriptors anew. A function that can never be read is removed from the supervisor.
+    fn try_reread(&self, store_key: &FdStoreKey) -> Result<(), UnreadFunction> {
         let descriptors = self.registry.descriptors(&store_key.name);
         let read = descriptors.map_err(RestoreError::from);
         match read.and_then(|descriptors| RestorableFunction::read(store_key.clone(), descriptors))
         {
             Ok(function) => self.return_function(function),
+            Err(error) if error.is_transient() => {
+                return Err(UnreadFunction::new(store_key.clone(), &error));
+            }
             Err(error) => {
                 let error = report::chain(&error);
                 log::error!(
@@ -547,6 +621,7 @@ impl ServerPersistence {
                 store_key.forget_and_wait();
             }
         }
+        Ok(())
     }
 
     /// Removes and returns the predecessor's function with this socket.
@@ -561,9 +636,11 @@ impl ServerPersistence {
         self.state().restorable.insert(socket, function);
     }
 
-    /// Returns whether the predecessor had a function with this socket that is not restored yet.
+    /// Returns whether the predecessor had a function with this socket that is not restored yet. As long as a function is
+    /// unread, every socket may be that function's.
     pub(crate) fn has_function(&self, socket: &Path) -> bool {
-        self.state().restorable.contains_key(socket)
+        let state = self.state();
+        state.restorable.contains_key(socket) || !state.unread.is_empty()
     }
 
     /// Returns the function's position in the order of restoring; `None` if no function with this socket is left to be

@@ -88,6 +88,26 @@ pub(crate) enum RestoreError {
     Io(#[from] io::Error),
 }
 
+impl RestoreError {
+    /// Returns whether the error is a temporary lack of a resource of the process or the host, so that a later attempt may
+    /// succeed.
+    pub(crate) fn is_transient(&self) -> bool {
+        matches!(self, Self::FdStore(FdStoreError::Truncated)) || system::is_exhaustion(self)
+    }
+
+    /// Returns the value, or `None` if it cannot be read.
+    ///
+    /// # Errors
+    /// A [transient](Self::is_transient) error, since a later attempt may read the value.
+    fn unless_transient<T, E: Into<Self>>(read: Result<T, E>) -> Result<Option<T>, Self> {
+        match read.map_err(Into::into) {
+            Ok(value) => Ok(Some(value)),
+            Err(error) if error.is_transient() => Err(error),
+            Err(_) => Ok(None),
+        }
+    }
+}
+
 /// Name under which the supervisor stores a function, with the connection to the supervisor.
 #[derive(Clone, Debug)]
 pub(crate) struct FdStoreKey {
@@ -376,8 +396,8 @@ impl RestorableFunction {
         let inflight = contents
             .get(&INFLIGHT)
             .and_then(|inflight| inflight.first());
-        let crashes =
-            inflight.and_then(|inflight| InflightFile::read_crashes(inflight.as_fd()).ok());
+        let crashes = inflight.map(|inflight| InflightFile::read_crashes(inflight.as_fd()));
+        let crashes = RestoreError::unless_transient(crashes.transpose())?.flatten();
         let count = crashes.as_ref().map_or(0, CrashRecord::crashes);
         if count >= CRASHES_TO_RELEASE {
             return Err(RestoreError::Crashes(count));
@@ -528,15 +548,20 @@ impl RestorableFunction {
 
     /// Returns the files with the function's doorbells and in-flight state, with which the new server attaches to the drive.
     /// Queues cannot be restored without these files.
-    pub(crate) fn shared_parts(&self) -> SharedBackendPartsSource {
-        let clone = |number| clone_descriptor(&self.contents, number, 0).ok();
-        let files = clone(DOORBELLS).zip(clone(INFLIGHT));
-        SharedBackendPartsSource::Continued(files.map(|(doorbells, inflight)| {
-            PersistedBackendFiles {
-                doorbells,
-                inflight,
-            }
-        }))
+    ///
+    /// # Errors
+    /// A [transient](RestoreError::is_transient) error.
+    pub(crate) fn shared_parts(&self) -> Result<SharedBackendPartsSource, RestoreError> {
+        let clone = |number| {
+            let cloned = clone_descriptor(&self.contents, number, 0);
+            RestoreError::unless_transient(cloned)
+        };
+        let files = clone(DOORBELLS)?.zip(clone(INFLIGHT)?);
+        let files = files.map(|(doorbells, inflight)| PersistedBackendFiles {
+            doorbells,
+            inflight,
+        });
+        Ok(SharedBackendPartsSource::Continued(files))
     }
 
     pub(crate) fn store_key(&self) -> FdStoreKey {
@@ -1219,7 +1244,7 @@ mod tests {
         let parts = function.shared_parts();
         assert!(matches!(
             parts,
-            SharedBackendPartsSource::Continued(Some(_))
+            Ok(SharedBackendPartsSource::Continued(Some(_)))
         ));
         let memory = function.mapped_memory().into_iter();
         let memory: Vec<_> = memory.map(|(file, _)| (file.inode, file.offset)).collect();

@@ -14,6 +14,7 @@ use nvme_mpt_vmm::report;
 use super::configuration_differences::ConfigurationComparer;
 use super::error::ChangeError;
 use super::registry::FunctionRegistry;
+use super::starting_registry::StartingRegistry;
 use crate::change::{ChangeResult, FunctionChange, ReloadResult, ReservedLease};
 use crate::control::ChangeReply;
 use crate::persistence::crashes::abort_on_panic;
@@ -26,13 +27,19 @@ const QUEUE_LEN: usize = 64;
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A change, and the channel for its reply. The channel is `None` for a reload by SIGHUP, which has no client.
-type ChangeRequest = (FunctionChange, Option<ChangeReply>);
+pub(super) type ChangeRequest = (FunctionChange, Option<ChangeReply>);
 
 /// Handle that submits changes to the thread.
 #[derive(Clone, Debug)]
 pub(super) struct ChangeQueue(SyncSender<ChangeRequest>);
 
 impl ChangeQueue {
+    /// Creates a queue, and its end for [`ChangeThread::start`].
+    pub(super) fn new() -> (Self, Receiver<ChangeRequest>) {
+        let (queue, requests) = mpsc::sync_channel(QUEUE_LEN);
+        (Self(queue), requests)
+    }
+
     /// Submits a change. `reply` gets the result once the change is made or refused.
     pub(super) fn push(&self, change: FunctionChange, reply: ChangeReply) {
         let (reply, reason) = match self.0.try_send((change, Some(reply))) {
@@ -59,21 +66,20 @@ pub(super) struct ChangeThread {
 }
 
 impl ChangeThread {
-    /// Starts the change thread, which owns the function registry `registry`.
+    /// Starts the change thread, which owns the function registry `registry` from now on. `requests` is the end of `queue`.
     ///
     /// # Errors
-    /// Returns the kernel's error. After an error, all functions have ended.
+    /// Returns the kernel's error.
     pub(super) fn start(
-        registry: FunctionRegistry,
+        registry: StartingRegistry,
         comparer: ConfigurationComparer,
-    ) -> std::io::Result<(Self, ChangeQueue)> {
-        let (queue, requests) = mpsc::sync_channel(QUEUE_LEN);
+        queue: ChangeQueue,
+        requests: Receiver<ChangeRequest>,
+    ) -> std::io::Result<Self> {
         let thread = start_thread("changes", move || {
-            run_changes(registry, &comparer, &requests)
+            run_changes(registry.into_started(), &comparer, &requests)
         })?;
-        let queue = ChangeQueue(queue);
-        let changes = queue.clone();
-        Ok((Self { thread, queue }, changes))
+        Ok(Self { thread, queue })
     }
 
     /// Requests a reload of the configuration file after a SIGHUP. The change thread logs the result.

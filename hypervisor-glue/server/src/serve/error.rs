@@ -50,6 +50,14 @@ pub enum FunctionRegistrationError {
     /// The supervisor cannot store the function.
     #[error("The supervisor cannot store the function")]
     Supervisor(#[source] Box<FdStoreError>),
+    /// A function of the predecessor cannot be read now, and may be this one. The change thread tries again.
+    #[error(
+        "A function of the previous server cannot be read yet, and may be this one: {reason}. The server retries"
+    )]
+    Unread {
+        /// The reason why the function cannot be read.
+        reason: String,
+    },
     /// The state of the predecessor's function cannot be restored now. The change thread tries again.
     #[error("The previous server's function cannot be restored now")]
     Resume(#[source] Box<dyn std::error::Error + Send + Sync>),

@@ -29,6 +29,7 @@ mod registry;
 mod registry_snapshot;
 mod reload;
 mod required_files;
+mod starting_registry;
 mod stats_source;
 mod stored_configuration;
 mod upgrade;
@@ -49,7 +50,7 @@ use nvme_lease::range::ByteSize;
 use nvme_lease::{PreviousDataPolicy, PrivateFileError, make_state_dir};
 use nvme_mpt::PollerPool;
 use nvme_mpt_logging::{self as logging, LogFilter};
-use nvme_mpt_memory::clock::TickRate;
+use nvme_mpt_memory::clock::{self, TickRate};
 use nvme_mpt_memory::crash::install_crash_handlers;
 use nvme_mpt_memory::system;
 use nvme_mpt_paths::{OpenDirectory, PathError};
@@ -59,6 +60,7 @@ use nvme_mpt_vmm::options::{
     FunctionOptions, ServerDriveOptions, ServerFunctionOptions, VmmSocket,
 };
 use nvme_mpt_vmm::report;
+use rustix::process::{Resource, getrlimit, setrlimit};
 use thiserror::Error;
 use vfio_user_server::SocketAccess;
 
@@ -69,6 +71,7 @@ use self::declarations::{AddedFunctionsFile, FunctionDeclaration, StartConfigura
 use self::lease_server::{LeaseServer, LeaseTable};
 use self::open_drives::OpenDrives;
 use self::registry::FunctionRegistry;
+use self::starting_registry::StartingRegistry;
 use self::stats_source::ServerStatsSource;
 use self::stored_configuration::StoredConfigurationError;
 use crate::capacity::DriveCapacity;
@@ -232,9 +235,24 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     let result = serve_inherited(options, inherited, failure.is_some(), out);
     if let (Err(error), Some(failure)) = (&result, failure) {
         failure.send(&report::chain(error));
+    } else if let Err(error) = &result
+        && persistence::has_persisted_configuration()
+        && system::is_exhaustion(error)
+    {
+        // A supervisor gives up after several deaths within a minute, and a shortage may last longer.
+        log::error!(
+            "The server ends in {} s, and cannot serve what it has not restored: {}",
+            SHORTAGE_PAUSE.as_secs(),
+            report::chain(error)
+        );
+        clock::sleep(SHORTAGE_PAUSE);
     }
     result
 }
+
+/// Time for which a server waits before it ends, if it lacks a resource of the process or the host that its start needs.
+/// Functions that it has restored are served meanwhile.
+const SHORTAGE_PAUSE: Duration = Duration::from_secs(10);
 
 /// Serves functions, with the state inherited from a supervisor or from the predecessor.
 fn serve_inherited(
@@ -244,6 +262,7 @@ fn serve_inherited(
     out: &mut dyn Write,
 ) -> Result<(), ServeError> {
     let signals = EndSignals::block().map_err(ServeError::Signals)?;
+    raise_open_file_limit();
     let configuration = initial_configuration(&options, &inherited, replaces)?;
     // Confines first, since threads that are started later inherit the restrictions.
     let rules = required_files::server_rules(&options, &configuration)?;
@@ -298,15 +317,7 @@ fn serve_inherited(
         // The thread of `SuccessorSockets` could not be started, so the sockets are bound here.
         (None, None) => bind_after_predecessor(supervisor, &control, &metrics, restores_functions),
     };
-    let (listener, metrics) = match bound {
-        Ok(bound) => bound,
-        Err(error) => {
-            // Dropping the functions would remove their stored state and end them permanently. They are leaked instead, so that
-            // the next process can restore them.
-            std::mem::forget(registry);
-            return Err(error);
-        }
-    };
+    let (listener, metrics) = bound?;
     print_functions(&registry, out).map_err(ServeError::Print)?;
     if persistence.is_none() && registry.entries().next().is_some() {
         let lost = "Without a supervisor: VMs on vfio-user lose their drives when this server ends; see `nvme-mpt help supervise`";
@@ -348,6 +359,16 @@ fn serve_inherited(
     server.end()
 }
 
+/// Raises this process's limit of open files to the maximum that its user has. Each function needs dozens of descriptors, and
+/// the default limit is made for programs that use `select`.
+fn raise_open_file_limit() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        log::warn!("Cannot raise RLIMIT_NOFILE to its maximum: {error}");
+    }
+}
+
 /// Returns the initial configuration: the configuration that the predecessor stored; else that of the command line and the
 /// file.
 fn initial_configuration(
@@ -372,6 +393,8 @@ fn initial_configuration(
         Ok(None) => {}
         // The predecessor still runs, and continues to serve if this process fails.
         Err(error) if replaces => return Err(error),
+        // The supervisor keeps all functions, and starts the server again.
+        Err(error) if system::is_exhaustion(&error) => return Err(error),
         Err(error) => log::error!(
             "Cannot restore the previous configuration, so the command line and the file apply: {}",
             report::chain(&error)
@@ -421,7 +444,7 @@ fn start(
     persistence: Option<Arc<ServerPersistence>>,
     stop: Arc<AtomicBool>,
     confined: ProcessConfinement,
-) -> Result<(Option<ControlListener>, FunctionRegistry), ServeError> {
+) -> Result<(Option<ControlListener>, StartingRegistry), ServeError> {
     let ServeOptions {
         functions: _,
         drives: _,
@@ -491,7 +514,7 @@ fn start(
         None => ledgers,
     });
     let pause_start = GuestPauseStart::for_vmms(persistence.as_deref());
-    let mut registry = FunctionRegistry::new(ServerContext {
+    let registry = FunctionRegistry::new(ServerContext {
         leases: LeaseTable::new(
             &state_dir,
             access,
@@ -511,6 +534,7 @@ fn start(
         stop,
         confinement: confined,
     });
+    let mut registry = StartingRegistry::new(registry);
     registry.drives = open;
     registry.start(configuration)?;
     Ok((listener, registry))
@@ -748,7 +772,7 @@ impl ActiveServer {
     fn start(
         listener: ControlListener,
         metrics: MetricsListener,
-        registry: FunctionRegistry,
+        registry: StartingRegistry,
     ) -> Result<Self, ServeError> {
         let stats_source = ServerStatsSource {
             registry_snapshot: registry.snapshot(),
@@ -774,16 +798,18 @@ impl ActiveServer {
             }
         })
         .map_err(ServeError::Thread)?;
-        let (changes, queue) =
-            ChangeThread::start(registry, comparer.clone()).map_err(ServeError::Thread)?;
+        let (queue, requests) = ChangeQueue::new();
         let control = ControlServer::start(
             listener,
             ServerControl {
                 stats_source,
-                comparer,
-                changes: queue,
+                comparer: comparer.clone(),
+                changes: queue.clone(),
             },
         )?;
+        // The last step, since the functions end with their thread.
+        let changes =
+            ChangeThread::start(registry, comparer, queue, requests).map_err(ServeError::Thread)?;
         Ok(Self {
             control,
             metrics,
@@ -887,7 +913,6 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::process::{Command, Stdio};
 
-    use nvme_mpt_memory::clock;
     use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
     use super::*;

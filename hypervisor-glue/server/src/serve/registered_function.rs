@@ -90,6 +90,8 @@ impl RegisteredFunction {
             if let Some(function) = run_recorded(crashes.as_ref(), go_on)? {
                 return Ok(function);
             }
+        } else if let Some(reason) = persistence.unread_reason() {
+            return Err(FunctionRegistrationError::Unread { reason });
         }
         let local_backend = attach_backend(
             declaration,
@@ -116,7 +118,14 @@ impl RegisteredFunction {
         let parts = match reason {
             // The function is quarantined. The predecessor's files stay unchanged, as the report about the crash needs them.
             Some(_) => SharedBackendPartsSource::Continued(None),
-            None => restorable.shared_parts(),
+            None => match restorable.shared_parts() {
+                Ok(parts) => parts,
+                Err(error) => {
+                    persistence.return_function(restorable);
+                    let error = FunctionResumeError::from(error);
+                    return Err(FunctionRegistrationError::Resume(Box::new(error)));
+                }
+            },
         };
         let error = match attach_backend(declaration, drive, context, parts) {
             Ok(local_backend) => {

@@ -933,7 +933,10 @@ impl FunctionRegistry {
     pub(super) fn has_waiting_vms(&self) -> bool {
         let persistence = self.context.persistence.as_deref();
         let mut failed = self.failed.iter();
-        !self.missing_drives.is_empty() || failed.any(|failed| failed.has_waiting_vm(persistence))
+        let has_unread = persistence.is_some_and(|kept| kept.unread_reason().is_some());
+        has_unread
+            || !self.missing_drives.is_empty()
+            || failed.any(|failed| failed.has_waiting_vm(persistence))
     }
 
     /// Tries again to open missing drives, and to serve failed functions whose VMs wait, since a resource that was missing may
@@ -950,6 +953,9 @@ impl FunctionRegistry {
         let Some(persistence) = self.context.persistence.clone() else {
             return;
         };
+        if persistence.reread_unread() {
+            self.forget_unlisted();
+        }
         let failed = self.failed.iter();
         let waiting = failed.filter(|failed| failed.has_waiting_vm(Some(&persistence)));
         let sockets = waiting.map(|failed| failed.entry.socket.clone());
@@ -1481,5 +1487,24 @@ mod tests {
         create_drive(dir);
         registry.retry_waiting();
         assert_eq!(registry.held_drives.len(), 1);
+    }
+
+    #[test]
+    fn no_function_is_served_anew_while_one_of_the_predecessor_is_unread() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        create_drive(dir);
+        make_state_dir(&dir.join("state")).unwrap();
+        let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+        let persistence = ServerPersistence::beside_predecessor(dir, process);
+        persistence.add_unread();
+        let mut registry = registry(dir, Some(persistence));
+        registry.serve_each(vec![function(dir, "a.sock")]);
+        assert!(registry.functions.is_empty());
+        let FunctionStatus::Failed { reason } = &registry.failed[0].entry.state else {
+            panic!("{:?}", registry.failed);
+        };
+        assert!(reason.contains("RLIMIT_NOFILE"), "{reason}");
+        assert!(registry.has_waiting_vms());
     }
 }

@@ -3,8 +3,10 @@
 
 use std::fs;
 use std::io;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::thread;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
@@ -15,7 +17,7 @@ use crate::guest::fio::FioError;
 use crate::guest::{self, BOOT_TIMEOUT, Guest, GuestConfig, GuestDrive, GuestError};
 use crate::lab::LabError;
 use crate::process::ProcessError;
-use crate::progress::{ProgressOutput, ProgressStep, print_line};
+use crate::progress::{ProgressOutput, ProgressStep, capture_lines, print_line};
 use crate::provision::{GuestAssets, KernelChoice, ProvisionError};
 use crate::server::{self, FunctionArgument, Server, ServerError};
 
@@ -221,8 +223,7 @@ pub fn run(options: &DemoOptions) -> Result<bool, DemoError> {
         Some(DriveChoice::Function { address }) => host::check_function(address)?,
         _ => {}
     }
-    let assets = GuestAssets::provide(&options.kernel)?;
-    let binary = server::build()?;
+    let (assets, binary) = provide_and_build(options)?;
     let dir = tempfile::Builder::new()
         .prefix("nvme-mpt-demo-")
         .tempdir()
@@ -248,6 +249,19 @@ pub fn run(options: &DemoOptions) -> Result<bool, DemoError> {
     }
     print_line(&report.table());
     Ok(report.all_well())
+}
+
+/// Provides the guests' files and builds the server, both at a time: one waits for the network, the other for processors.
+fn provide_and_build(options: &DemoOptions) -> Result<(GuestAssets, PathBuf), DemoError> {
+    thread::scope(|scope| {
+        let build = scope.spawn(|| capture_lines(server::build));
+        let assets = GuestAssets::provide(&options.kernel)?;
+        let step = ProgressStep::start("Waiting for the build of nvme-mpt, which began before");
+        let (built, lines) = build.join().unwrap_or_else(|panic| resume_unwind(panic));
+        step.done("");
+        print_line(lines.trim_end());
+        Ok((assets, built?))
+    })
 }
 
 fn run_on_drive(

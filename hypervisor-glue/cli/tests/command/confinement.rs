@@ -9,7 +9,7 @@ use std::path::Path;
 use nvme_mpt_tests::not_checked::not_checked;
 use tempfile::TempDir;
 
-use crate::replaced_servers::SupervisedServer;
+use crate::supervised_server::SupervisedServer;
 use crate::support::{Bench, Server};
 
 /// Functions of a server: a file, memory, and a null drive with a dedicated poller on processor 0.

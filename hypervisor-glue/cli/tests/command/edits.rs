@@ -10,7 +10,7 @@ use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
-use crate::replaced_servers::SupervisedServer;
+use crate::supervised_server::SupervisedServer;
 use crate::support::Bench;
 
 /// Client of a function, which must not lose its drive.

@@ -19,7 +19,7 @@ use nvme_mpt_tests::status::COMMAND_INTERRUPTED;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 use nvme_mpt_tests::zoned::{action, state};
 
-use crate::replaced_servers::SupervisedServer;
+use crate::supervised_server::SupervisedServer;
 use crate::support::{Bench, TIMEOUT};
 
 /// Number of servers that end in a test; half of them are killed by SIGKILL.

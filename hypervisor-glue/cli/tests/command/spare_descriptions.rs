@@ -16,7 +16,7 @@ use nvme_mpt_tests::not_checked::not_checked;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 use tempfile::TempDir;
 
-use crate::replaced_servers::{SupervisedServer, await_waiting};
+use crate::supervised_server::{SupervisedServer, await_waiting};
 use crate::support::{Bench, TIMEOUT};
 use crate::vmms::TestVmm;
 

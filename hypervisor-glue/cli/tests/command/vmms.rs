@@ -38,7 +38,7 @@ use nvme_mpt_vmm::{report, sandbox};
 use vmm_device::{MsixMasking, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::replaced_servers::SupervisedServer;
+use crate::supervised_server::SupervisedServer;
 use crate::support::{Bench, Server, TIMEOUT};
 
 /// Environment variables of a VMM: its option string, its state directory, and the byte that it writes.

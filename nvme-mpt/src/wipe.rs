@@ -7,25 +7,32 @@
 //! The ledger marks each part as unwiped until the part is zeroed and flushed. So after a crash, the ledger still shows the
 //! parts to wipe.
 //!
+//! Drives may have larger blocks than when the data was written, so the range may have only a part of its first or last block.
+//! The whole block belongs to the lease, but its other bytes may be data that the lease keeps. Such a block is read, and
+//! written with zeroes in the part.
+//!
 //! Blocks that are known to be zero, such as holes of a file, are skipped. The final flush makes these zeroes durable as well.
 //!
 //! A command that a reset of the drive or an Abort cancelled is submitted again, and the wipe continues.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use log::warn;
 use nvme_guest::dma::RegionTable;
+use nvme_guest::leaked::leak;
 use nvme_lease::range::{BlockRange, ByteRange};
 use nvme_lease::{Lease, LeaseError, LeaseExtents};
-use nvme_mpt_memory::clock;
+use nvme_mpt_memory::{MappingAccess, clock};
 use nvme_spec::ids::{CommandId, Lba};
-use nvme_spec::nvm::WriteZeroes;
+use nvme_spec::nvm::{ReadWrite, WriteZeroes};
 use nvme_spec::opcode::NvmOpcode;
 use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
+use zerocopy::IntoBytes;
 
 use crate::drive::Drive;
 use crate::drive::{HostLease, HostLeaseError};
@@ -186,6 +193,10 @@ pub(crate) fn wipe_open_lease(
             "Lease {}: {range} of {name}, with another lease's data, is being wiped",
             lease.id()
         );
+        for part in block_parts(range, drive.lba_shift()) {
+            let eraser = BlockPartWipe::new(drive, host, range).map_err(failed)?;
+            eraser.run(&part, stop)?;
+        }
         let mut eraser = RangeWipe::new(drive, host, range).map_err(failed)?;
         eraser.run(stop)?;
         drop(eraser);
@@ -199,7 +210,143 @@ pub(crate) fn wipe_open_lease(
     Ok(())
 }
 
-/// Wipe of one range of a drive, in progress.
+/// Part of a block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct BlockPart {
+    block: Lba,
+    /// Offsets of the part's bytes in the block.
+    bytes: Range<usize>,
+}
+
+/// Returns the parts of blocks at the start and the end of a range, for blocks of `1 << shift` bytes. Blocks that lie in the
+/// range are not among them.
+fn block_parts(range: ByteRange, shift: u8) -> impl Iterator<Item = BlockPart> {
+    let (first, last) = (range.start() >> shift, (range.end() - 1) >> shift);
+    let last = (last != first).then_some(last);
+    [Some(first), last]
+        .into_iter()
+        .flatten()
+        .filter_map(move |block| {
+            let start = block << shift;
+            let within = |at: u64| at.saturating_sub(start).min(1 << shift) as usize;
+            let bytes = within(range.start())..within(range.end());
+            let block = Lba(block);
+            (bytes.len() < 1 << shift).then_some(BlockPart { block, bytes })
+        })
+}
+
+/// Waits for completions and appends them to `done`. Returns whether there are any: the drive may have failed, or may complete
+/// no commands.
+fn wait_for_completions(
+    queue: &mut HostQueuePair,
+    memory: HostMemory<'_>,
+    done: &mut Vec<HostCompletion>,
+) -> bool {
+    let mut pauses = 0;
+    loop {
+        queue.reap_into(memory, done);
+        if !done.is_empty() {
+            return true;
+        }
+        if queue.is_gone() || queue.has_failed() || POLL_INTERVAL * pauses > TIMEOUT {
+            return false;
+        }
+        pauses += 1;
+        clock::sleep(POLL_INTERVAL);
+    }
+}
+
+/// Wipe of a part of a block, whose other bytes stay. Nothing else writes to the block meanwhile, because it belongs to the
+/// lease, and no guest uses these blocks of the lease yet.
+struct BlockPartWipe<'a> {
+    drive: &'a Arc<Drive>,
+    /// Range of which the part is the start or the end.
+    range: ByteRange,
+    queue: HostQueuePair,
+    /// Memory of the block's data.
+    buffer: ListMemory,
+}
+
+impl<'a> BlockPartWipe<'a> {
+    fn new(drive: &'a Arc<Drive>, host: &'a dyn HostLease, range: ByteRange) -> io::Result<Self> {
+        let space = drive.controller().iova_space();
+        Ok(Self {
+            drive,
+            range,
+            queue: host.create_wiping_queue(1)?,
+            buffer: ListMemory::with_access(space, 1, MappingAccess::ReadWrite)?,
+        })
+    }
+
+    fn run(mut self, part: &BlockPart, stop: &AtomicBool) -> Result<(), WipeError> {
+        if stop.load(Ordering::Relaxed) {
+            return Err(WipeError::Interrupted {
+                drive: self.drive.path().to_string(),
+                range: self.range,
+            });
+        }
+        let result = self.zero_part(part);
+        if !self.queue.drain() {
+            // The drive may still access the data of a command that it has not completed.
+            leak(self.buffer);
+        }
+        result
+    }
+
+    fn zero_part(&mut self, part: &BlockPart) -> Result<(), WipeError> {
+        self.transfer_block(NvmOpcode::READ, part.block)?;
+        let (block, _) = self.buffer.slot_list(0);
+        block.as_mut_bytes()[part.bytes.clone()].fill(0);
+        self.transfer_block(NvmOpcode::WRITE, part.block)?;
+        let bytes = part.bytes.len() as u64;
+        WIPED.0.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Reads the block into the buffer, or writes it from there.
+    fn transfer_block(&mut self, opcode: NvmOpcode, block: Lba) -> Result<(), WipeError> {
+        let mut sqe = Sqe::new(opcode.0);
+        sqe.cdw0 = sqe.cdw0.with_cid(CommandId(0));
+        sqe.nsid = self.drive.namespace().nsid;
+        // A block has 4,096 bytes at most, so it lies in one memory page.
+        sqe.dptr = [self.buffer.slot_iova(0).bits(), 0];
+        ReadWrite {
+            slba: block,
+            ..ReadWrite::default()
+        }
+        .write_to(&mut sqe);
+        let memory = HostMemory {
+            table: &RegionTable::default(),
+            lists: &self.buffer,
+        };
+        let mut status = Status::COMMAND_INTERRUPTED;
+        for _ in 0..ATTEMPTS {
+            self.queue.submit_batch(&[sqe], memory);
+            let mut done = Vec::with_capacity(1);
+            if !wait_for_completions(&mut self.queue, memory, &mut done) {
+                return Err(WipeError::Stopped {
+                    drive: self.drive.path().to_string(),
+                    range: self.range,
+                });
+            }
+            status = done.first().map_or(status, |completion| completion.status);
+            if status != Status::COMMAND_INTERRUPTED {
+                break;
+            }
+        }
+        if status.is_success() {
+            return Ok(());
+        }
+        Err(WipeError::Command {
+            drive: self.drive.path().to_string(),
+            range: self.range,
+            block,
+            status,
+        })
+    }
+}
+
+/// Wipe of the whole blocks of one range of a drive, in progress.
 struct RangeWipe<'a> {
     drive: &'a Arc<Drive>,
     host: &'a dyn HostLease,
@@ -207,7 +354,7 @@ struct RangeWipe<'a> {
     queue: HostQueuePair,
     lists: ListMemory,
     table: RegionTable,
-    /// Next block to wipe, and the first block after the range.
+    /// Next block to wipe, and the first block that does not lie in the range.
     next_block: u64,
     end_block: u64,
     /// Maximum number of blocks of one command.
@@ -235,6 +382,7 @@ impl<'a> RangeWipe<'a> {
         let controller = drive.controller();
         let shift = drive.lba_shift();
         let most = (drive.limits().no_data_bytes_max >> shift).clamp(1, 1 << 16);
+        let next_block = range.start().div_ceil(1 << shift);
         Ok(Self {
             drive,
             host,
@@ -242,8 +390,8 @@ impl<'a> RangeWipe<'a> {
             queue: host.create_wiping_queue(DEPTH)?,
             lists: ListMemory::new(controller.iova_space(), DEPTH.into())?,
             table: RegionTable::default(),
-            next_block: range.start() >> shift,
-            end_block: range.end() >> shift,
+            next_block,
+            end_block: next_block.max(range.end() >> shift),
             blocks_max: most,
             inflight: [None; DEPTH as usize],
             retries: Vec::with_capacity(DEPTH.into()),
@@ -256,7 +404,6 @@ impl<'a> RangeWipe<'a> {
         let all = self.end_block - first;
         let mut reported_percent = 0;
         let mut done = Vec::with_capacity(DEPTH.into());
-        let mut pauses = 0;
         loop {
             let stopped = stop.load(Ordering::Relaxed);
             if !stopped {
@@ -277,32 +424,23 @@ impl<'a> RangeWipe<'a> {
                 table: &self.table,
                 lists: &self.lists,
             };
-            self.queue.reap_into(memory, &mut done);
-            for completion in &done {
-                self.complete(completion)?;
-            }
-            if !done.is_empty() {
-                pauses = 0;
-                let percent = (self.next_block - first) * 100 / all;
-                if percent >= reported_percent + PROGRESS_STEP_PERCENT && percent < 100 {
-                    reported_percent = percent;
-                    warn!(
-                        "{percent} % of {} of {} is wiped",
-                        self.range,
-                        self.drive.path()
-                    );
-                }
-            } else if self.queue.is_gone()
-                || self.queue.has_failed()
-                || POLL_INTERVAL * pauses > TIMEOUT
-            {
+            if !wait_for_completions(&mut self.queue, memory, &mut done) {
                 return Err(WipeError::Stopped {
                     drive: self.drive.path().to_string(),
                     range: self.range,
                 });
-            } else {
-                pauses += 1;
-                clock::sleep(POLL_INTERVAL);
+            }
+            for completion in &done {
+                self.complete(completion)?;
+            }
+            let percent = (self.next_block - first) * 100 / all;
+            if percent >= reported_percent + PROGRESS_STEP_PERCENT && percent < 100 {
+                reported_percent = percent;
+                warn!(
+                    "{percent} % of {} of {} is wiped",
+                    self.range,
+                    self.drive.path()
+                );
             }
         }
     }
@@ -418,5 +556,31 @@ impl<'a> RangeWipe<'a> {
             .0
             .fetch_add(blocks << self.drive.lba_shift(), Ordering::Relaxed);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_parts_of_blocks_are_read_and_written() {
+        let parts = |start, length, shift| {
+            let range = ByteRange::new(start, length).unwrap();
+            let parts = block_parts(range, shift);
+            parts
+                .map(|part| (part.block.0, part.bytes))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(parts(512, 512, 9), []);
+        assert_eq!(parts(4096, 4096, 12), []);
+        assert_eq!(parts(8192, 4608, 12), [(3, 0..512)]);
+        assert_eq!(parts(4608, 7680, 12), [(1, 512..4096)]);
+        assert_eq!(parts(4608, 512, 12), [(1, 512..1024)]);
+        assert_eq!(parts(3584, 1024, 12), [(0, 3584..4096), (1, 0..512)]);
+        assert_eq!(
+            parts(u64::MAX - 511, 511, 12),
+            [(u64::MAX >> 12, 3584..4095)]
+        );
     }
 }

@@ -28,9 +28,22 @@ impl ListMemory {
     /// # Errors
     /// Returns the kernel's error.
     pub fn new(space: &Arc<IovaSpace>, slots: usize) -> io::Result<Self> {
+        Self::with_access(space, slots, MappingAccess::Read)
+    }
+
+    /// Creates the lists of `slots` slots, which the host controller accesses with `access`. With write access, they can also
+    /// be the data of this process's own commands.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub(crate) fn with_access(
+        space: &Arc<IovaSpace>,
+        slots: usize,
+        access: MappingAccess,
+    ) -> io::Result<Self> {
         // Without an IOMMU, the kernel allocates pages when a slot first uses them. Most slots never need a list.
         let words = PrivateWords::new(slots * LIST_WORDS)?;
-        let iova = space.map(words.mapping(), MappingAccess::Read)?;
+        let iova = space.map(words.mapping(), access)?;
         Ok(Self { iova, words })
     }
 

@@ -14,6 +14,10 @@ use crate::common::{Host, LEASE, MODES, Setup, written_file};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 16 * MIB;
+/// End within a block of 4,096 bytes.
+const PART_OF_BLOCK: u64 = MIB + 512;
+/// Size that is a multiple of 4,096 bytes.
+const LARGER: u64 = MIB + 8192;
 /// Fill byte for ranges without a lease.
 const OUTSIDE: u8 = 0x77;
 
@@ -266,6 +270,56 @@ fn each_extent_of_a_lease_is_wiped() {
         assert!(after[5 * mib..end].iter().all(|byte| *byte == 0));
         drop(between);
     }
+}
+
+/// Creates a file whose first `1 MiB + 512` bytes a lease of 512-byte blocks has had, with bytes up to `1 MiB + 8 KiB` that no
+/// lease has had. Returns a host that has the file as a drive of 4,096-byte blocks, and the file.
+fn host_with_larger_blocks(id: &str) -> (Host, tempfile::NamedTempFile) {
+    let file = written_file(PART_OF_BLOCK);
+    let ledger = {
+        let host = Host::of_file(file.path(), 512);
+        let setup = Setup::from_start(PART_OF_BLOCK);
+        drop(host.lease(id, &setup, PreviousDataPolicy::Kept).unwrap());
+        host.ledger.clone()
+    };
+    let rest = vec![OUTSIDE; (LARGER - PART_OF_BLOCK) as usize];
+    file.as_file().write_all_at(&rest, PART_OF_BLOCK).unwrap();
+    let host = Host {
+        ledger,
+        ..Host::of_file(file.path(), 4096)
+    };
+    (host, file)
+}
+
+#[test]
+fn another_ids_part_of_a_larger_block_is_wiped() {
+    let (host, file) = host_with_larger_blocks("former");
+    host.wipe(&Setup::from_start(LARGER));
+    let after = std::fs::read(file.path()).unwrap();
+    let (former, rest) = after.split_at(PART_OF_BLOCK as usize);
+    assert!(former.iter().all(|&byte| byte == 0), "another id's data");
+    assert!(rest.iter().all(|&byte| byte == OUTSIDE), "nobody's data");
+}
+
+#[test]
+fn own_data_beside_a_wiped_part_of_a_block_stays() {
+    let (host, file) = host_with_larger_blocks("own");
+    let before = std::fs::read(file.path()).unwrap();
+    let lease = host
+        .lease(
+            "own",
+            &Setup::from_start(LARGER),
+            PreviousDataPolicy::Erased,
+        )
+        .unwrap();
+    let unwiped = ByteRange::new(PART_OF_BLOCK, LARGER - PART_OF_BLOCK).unwrap();
+    assert_eq!(lease.unwiped(), [unwiped]);
+    nvme_mpt::wipe::wipe(&host.drive, &lease, &AtomicBool::new(false)).unwrap();
+    assert_eq!(lease.unwiped(), []);
+    let after = std::fs::read(file.path()).unwrap();
+    let own = PART_OF_BLOCK as usize;
+    assert!(after[..own] == before[..own], "the id's own data");
+    assert!(after[own..].iter().all(|&byte| byte == 0), "nobody's data");
 }
 
 #[test]

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use nvme_guest::rate_limit::LeaseWeight;
 use nvme_guest::threads::ThreadSpawner;
-use nvme_lease::{Lease, PreviousDataPolicy};
+use nvme_lease::backing_id::DriveIdentityRef;
+use nvme_lease::range::ByteRange;
+use nvme_lease::{Lease, LeaseRequest, PreviousDataPolicy, RequestedBytes};
 use nvme_mpt::drive::{DriveIncidents, HostController, ReserveError};
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt_tests::command::{Sqe, admin, io};
@@ -777,6 +779,36 @@ fn assert_wiped(host: &Host, lease: Lease) {
     for at in pieces() {
         assert_eq!(disk.read(at, 1).unwrap(), [0; 512], "block {at}");
     }
+}
+
+#[test]
+fn a_wipe_zeroes_a_part_of_a_block_and_keeps_the_rest() {
+    const PART: u64 = 4096 + 512;
+    let options = Options {
+        namespaces: vec![NamespaceOptions::new(1, LEASE, 4096)],
+        ..Options::default()
+    };
+    let host = Host::with(options, LONG);
+    host.model.poke(1, 0, &[0xA5; 8192]);
+    let former = LeaseRequest {
+        id: "former",
+        drive: DriveIdentityRef {
+            facts: None,
+            ..host.drive.identity()
+        },
+        nsid: host.drive.namespace().nsid,
+        wanted: RequestedBytes::Range(ByteRange::new(0, PART).unwrap()),
+        lba_shift: 9,
+        blocks: PART / 512,
+        previous_data: PreviousDataPolicy::Kept,
+    };
+    drop(host.ledger.acquire(&former).unwrap());
+    host.wipe(&Setup::from_start(8192));
+    let after = host.model.peek(1, 0, 2);
+    let (former, rest) = after.split_at(PART as usize);
+    assert!(former.iter().all(|&byte| byte == 0), "another id's data");
+    assert!(rest.iter().all(|&byte| byte == 0xA5), "nobody's data");
+    host.finish();
 }
 
 #[test]

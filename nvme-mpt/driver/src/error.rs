@@ -13,6 +13,9 @@ pub enum DriverError {
     /// The host asks for the controller's function, because the function is being removed or unbound.
     #[error("The host asks for the controller back")]
     RemovalRequested,
+    /// The driver is closing, and no longer waits for the controller to become ready.
+    #[error("The controller was not ready when its driver closed")]
+    Closing,
     /// The controller has lost its commands: its link is down, or another party has reset it.
     #[error(
         "The controller has lost its commands: its registers read as all ones, or it was reset"

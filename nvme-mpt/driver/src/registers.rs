@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::{ControllerAccess, DriverError};
@@ -46,19 +47,25 @@ pub struct QueuePairAddresses {
     pub entries: u16,
 }
 
-/// Registers of a controller, with its capabilities and the timeout for changes of its state.
+/// Registers of a controller, with its capabilities and the timeouts for changes of its state.
 pub struct ControllerRegisters<A: ?Sized> {
     controller: Arc<A>,
     clock: Arc<dyn WaitClock>,
     cap: Cap,
-    timeout: Duration,
+    /// Maximum time in which the controller becomes ready (CAP.TO or CRTO).
+    ready_timeout: Duration,
+    /// Maximum time in which the controller becomes disabled (CAP.TO).
+    disabled_timeout: Duration,
+    /// True while the driver is closing.
+    is_closing: AtomicBool,
 }
 
 impl<A: ?Sized> fmt::Debug for ControllerRegisters<A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ControllerRegisters")
             .field("cap", &self.cap)
-            .field("timeout", &self.timeout)
+            .field("ready_timeout", &self.ready_timeout)
+            .field("disabled_timeout", &self.disabled_timeout)
             .finish_non_exhaustive()
     }
 }
@@ -81,18 +88,33 @@ impl<A: ControllerAccess + ?Sized> ControllerRegisters<A> {
                 min: PAGE_SIZE << cap.mpsmin(),
             });
         }
-        let mut timeout = TIMEOUT_UNIT * cap.to().into();
+        let disabled_timeout = TIMEOUT_MIN.max(TIMEOUT_UNIT * cap.to().into());
+        let mut ready_timeout = disabled_timeout;
         if cap.crwms() {
-            // CAP.TO is at most 127.5 s; CRTO reports longer times.
+            // CAP.TO is at most 127.5 s. CRTO reports longer times, up to 9 hours, but only for a controller that is being
+            // enabled.
             let crto = Crto(controller.read32(offset::CRTO));
-            timeout = timeout.max(TIMEOUT_UNIT * crto.crwmt().into());
+            ready_timeout = ready_timeout.max(TIMEOUT_UNIT * crto.crwmt().into());
         }
         Ok(Self {
             clock: controller.clock(),
             controller,
             cap,
-            timeout: timeout.max(TIMEOUT_MIN),
+            ready_timeout,
+            disabled_timeout,
+            is_closing: AtomicBool::new(false),
         })
+    }
+
+    /// Sets whether the driver is closing. Then it waits for the controller to become ready for `CAP.TO` at most.
+    pub fn set_closing(&self, is_closing: bool) {
+        self.is_closing.store(is_closing, Ordering::Release);
+    }
+
+    /// Returns whether the driver is closing.
+    #[must_use]
+    pub fn is_closing(&self) -> bool {
+        self.is_closing.load(Ordering::Acquire)
     }
 
     /// Returns Controller Capabilities (CAP).
@@ -107,10 +129,10 @@ impl<A: ControllerAccess + ?Sized> ControllerRegisters<A> {
         NvmeVersion(self.controller.read32(offset::VS))
     }
 
-    /// Returns the maximum time in which the controller becomes ready, or becomes disabled.
+    /// Returns the maximum time in which the controller becomes ready after it was enabled.
     #[must_use]
-    pub fn timeout(&self) -> Duration {
-        self.timeout
+    pub fn ready_timeout(&self) -> Duration {
+        self.ready_timeout
     }
 
     /// Returns Controller Status; `None` if the register reads as all ones, because the function was removed, its link is down
@@ -156,11 +178,36 @@ impl<A: ControllerAccess + ?Sized> ControllerRegisters<A> {
         self.controller.write32(offset::CC, cc.0);
     }
 
+    /// Waits until an enabled controller is ready or has failed. The wait may take hours (CRTO). So after `CAP.TO`, it ends if
+    /// the host asks for the function, or if the driver is closing.
+    fn wait_until_ready(&self) -> Result<(), DriverError> {
+        let early_end = Deadline::after(&self.clock, self.disabled_timeout);
+        let check = || match early_end.has_passed() {
+            true if self.controller.is_removal_requested() => Err(DriverError::RemovalRequested),
+            true if self.is_closing() => Err(DriverError::Closing),
+            _ => Ok(()),
+        };
+        self.wait_for("become ready", self.ready_timeout, check, |csts| {
+            csts.rdy() || csts.cfs()
+        })
+    }
+
     /// Waits until Controller Status satisfies `wanted`.
     fn wait_for_status(
         &self,
         state: &'static str,
         timeout: Duration,
+        wanted: impl Fn(Csts) -> bool,
+    ) -> Result<(), DriverError> {
+        self.wait_for(state, timeout, || Ok(()), wanted)
+    }
+
+    /// Waits until Controller Status satisfies `wanted`, or `check` fails.
+    fn wait_for(
+        &self,
+        state: &'static str,
+        timeout: Duration,
+        check: impl Fn() -> Result<(), DriverError>,
         wanted: impl Fn(Csts) -> bool,
     ) -> Result<(), DriverError> {
         let deadline = Deadline::after(&self.clock, timeout);
@@ -179,6 +226,7 @@ impl<A: ControllerAccess + ?Sized> ControllerRegisters<A> {
                     csts,
                 });
             }
+            check()?;
             deadline.sleep(POLL_INTERVAL);
         }
     }
@@ -192,17 +240,14 @@ impl<A: ControllerAccess + ?Sized> ControllerRegisters<A> {
         let cc = self.configuration()?;
         let csts = self.answered_status()?;
         if cc.en() && !csts.rdy() && !csts.cfs() {
-            // A controller must not be disabled before it is ready (section 3.1.3.5). If it does not become ready in time, it
-            // is disabled nevertheless.
-            let ready = self.wait_for_status("become ready", self.timeout, |csts| {
-                csts.rdy() || csts.cfs()
-            });
-            if let Err(error @ (DriverError::Gone | DriverError::Lost)) = ready {
+            // A controller must not be disabled before it is ready (section 3.1.3.5). If the wait ends before, it is disabled
+            // nevertheless.
+            if let Err(error @ (DriverError::Gone | DriverError::Lost)) = self.wait_until_ready() {
                 return Err(error);
             }
         }
         self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));
-        self.wait_for_status("become disabled", self.timeout, |csts| !csts.rdy())
+        self.wait_for_status("become disabled", self.disabled_timeout, |csts| !csts.rdy())
     }
 
     /// Disables a controller that did not become ready in time, without another wait for CSTS.RDY. Then waits until it reports
@@ -213,7 +258,8 @@ impl<A: ControllerAccess + ?Sized> ControllerRegisters<A> {
     pub fn disable_failed(&self) -> Result<(), DriverError> {
         let cc = self.configuration()?;
         self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));
-        self.wait_for_status("become disabled without a failure", self.timeout, |csts| {
+        let timeout = self.disabled_timeout;
+        self.wait_for_status("become disabled without a failure", timeout, |csts| {
             !csts.rdy() && !csts.cfs()
         })
     }
@@ -223,7 +269,9 @@ impl<A: ControllerAccess + ?Sized> ControllerRegisters<A> {
     /// # Errors
     /// The controller does not answer, or reports the failure for too long.
     pub fn wait_without_failure(&self) -> Result<(), DriverError> {
-        self.wait_for_status("clear its failure", self.timeout, |csts| !csts.cfs())
+        self.wait_for_status("clear its failure", self.disabled_timeout, |csts| {
+            !csts.cfs()
+        })
     }
 
     /// Waits until the registers no longer read as all ones.
@@ -252,7 +300,8 @@ impl<A: ControllerAccess + ?Sized> ControllerRegisters<A> {
     /// Enables a disabled controller with its admin queues and a supported arbitration mechanism (section 3.5.1).
     ///
     /// # Errors
-    /// The controller does not answer, does not become ready in time, or reports a failure.
+    /// The controller does not answer, does not become ready in time, or reports a failure. It is not ready after `CAP.TO`, and
+    /// the host asks for the function, or the driver is [closing](Self::set_closing).
     pub fn enable(
         &self,
         arbitration: ArbitrationMechanism,
@@ -270,9 +319,7 @@ impl<A: ControllerAccess + ?Sized> ControllerRegisters<A> {
             .with_iocqes(IOCQES);
         self.configure(cc);
         self.configure(cc.with_en(true));
-        self.wait_for_status("become ready", self.timeout, |csts| {
-            csts.rdy() || csts.cfs()
-        })?;
+        self.wait_until_ready()?;
         match self.answered_status()? {
             csts if csts.cfs() => Err(DriverError::Fatal),
             _ => Ok(()),

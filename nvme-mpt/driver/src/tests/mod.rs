@@ -237,7 +237,7 @@ fn a_state_is_waited_for_as_long_as_the_controller_declares() {
         }
         let driver = controller.driver();
         let error = driver.enable(ROUND_ROBIN, QUEUES).unwrap_err();
-        let seconds = driver.timeout().as_secs();
+        let seconds = driver.ready_timeout().as_secs();
         let (state, csts) = ("become ready", Csts(0));
         assert_eq!(
             error,
@@ -255,6 +255,61 @@ fn a_state_is_waited_for_as_long_as_the_controller_declares() {
     assert_eq!(timeout_of(|cap| cap, crto), 5);
     assert_eq!(timeout_of(|cap| cap.with_to(0), crto), 2);
     assert_eq!(timeout_of(|cap| cap.with_crwms(true), crto), 300);
+}
+
+#[test]
+fn a_controller_is_disabled_within_cap_to_however_long_it_takes_to_become_ready() {
+    let controller = TestController::new();
+    {
+        let mut registers = controller.registers();
+        registers.cap = registers.cap.with_crwms(true);
+        registers.crto = Crto(0).with_crwmt(u16::MAX);
+    }
+    let driver = controller.driver();
+    driver.enable(ROUND_ROBIN, QUEUES).unwrap();
+    controller.registers().delay = Duration::MAX / 2;
+    let started = controller.clock.now();
+    let error = driver.disable().unwrap_err();
+    let DriverError::StateTimeout { state, seconds, .. } = error else {
+        panic!("{error}");
+    };
+    assert_eq!((state, seconds), ("become disabled", 5));
+    let waited = controller.clock.now() - started;
+    assert_eq!(waited.as_secs(), 5);
+    let error = driver.disable_failed().unwrap_err();
+    assert!(matches!(
+        error,
+        DriverError::StateTimeout { seconds: 5, .. }
+    ));
+}
+
+#[test]
+fn a_controller_that_is_given_back_is_waited_for_no_longer_than_cap_to() {
+    let cap_to = Duration::from_secs(5);
+    for expected in [DriverError::RemovalRequested, DriverError::Closing] {
+        let controller = TestController::new();
+        {
+            let mut registers = controller.registers();
+            registers.cap = registers.cap.with_crwms(true);
+            registers.crto = Crto(0).with_crwmt(600);
+        }
+        let driver = controller.driver();
+        let delay = std::mem::replace(&mut controller.registers().delay, Duration::MAX / 2);
+        match &expected {
+            DriverError::Closing => driver.set_closing(true),
+            _ => controller
+                .is_removal_requested
+                .store(true, Ordering::Relaxed),
+        }
+        let error = driver.enable(ROUND_ROBIN, QUEUES).unwrap_err();
+        assert_eq!(error, expected);
+        assert_eq!(controller.clock.now(), cap_to);
+        // It is disabled nevertheless, so that it accesses no memory afterwards.
+        controller.registers().delay = delay;
+        driver.disable().unwrap();
+        assert_eq!(driver.is_enabled(), Ok(false));
+        assert!(controller.clock.now() < 2 * cap_to + 2 * delay);
+    }
 }
 
 #[test]

@@ -28,7 +28,6 @@
 
 use std::fmt;
 use std::str::FromStr;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use log::{info, warn};
@@ -475,7 +474,7 @@ impl PhysicalDrive {
         value: feature::Arbitration,
     ) -> Result<(), ControllerError> {
         let pause = longest_pause(&self.identity.controller, self.options.command_timeout);
-        let is_ending = || self.is_closing.load(Ordering::Acquire);
+        let is_ending = || self.registers.is_closing();
         set_arbitration_feature(admin, value, pause, &is_ending)
     }
 

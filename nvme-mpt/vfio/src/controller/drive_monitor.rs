@@ -176,7 +176,7 @@ impl DriveMonitor {
         let count = eventfd::wait(&self.epoll, Some(CHECK_INTERVAL), &mut ready).unwrap_or(0);
         let _ = self.drive.monitor_waker.read();
         let drive = &self.drive;
-        if drive.is_closing.load(Ordering::Acquire) || drive.is_gone() {
+        if drive.registers.is_closing() || drive.is_gone() {
             return false;
         }
         let is_removal = |event: &EpollEvent| Some(event.fd()) == self.removal;

@@ -24,6 +24,9 @@ pub enum ControllerError {
     /// The host asks for the function, because the function is being removed or unbound. The caller must release it.
     #[error("The host asks for the drive back")]
     RemovalRequested,
+    /// The drive is being closed, and is no longer waited for.
+    #[error("The drive was not ready when it was closed")]
+    Closing,
     /// The controller has lost its commands: its link is down, or the kernel or another party has reset it. The drive monitor
     /// waits until the drive answers, and resets it.
     #[error(
@@ -120,6 +123,7 @@ impl From<DriverError> for ControllerError {
         match error {
             DriverError::Gone => Self::Gone,
             DriverError::RemovalRequested => Self::RemovalRequested,
+            DriverError::Closing => Self::Closing,
             DriverError::Lost => Self::Lost,
             DriverError::NoNvmCommandSet => Self::NoNvmCommandSet,
             DriverError::MemoryPageSize { min } => Self::MemoryPageSize { min },

@@ -199,7 +199,7 @@ impl VfioController {
             outdated.set();
         }
         drive.resumed.notify_all();
-        drive.is_closing.store(false, Ordering::Release);
+        drive.registers.set_closing(false);
         match drive_monitor::start(drive.clone(), &self.threads) {
             Ok(supervisor) => *lock(&self.monitor) = Some(supervisor),
             Err(error) => drive.give_up(&format!("its monitor cannot be started: {error}")),

@@ -138,8 +138,6 @@ struct PhysicalDrive {
     is_gone: AtomicBool,
     /// True if a reset is needed or in progress.
     needs_reset: AtomicBool,
-    /// True if the drive is being closed. The drive monitor then ends.
-    is_closing: AtomicBool,
     monitor_waker: EventFd,
     subscribers: Mutex<Vec<Weak<EventQueue>>>,
     counters: DriveCounters,
@@ -241,7 +239,7 @@ impl VfioController {
     }
 
     fn stop_monitor(&self) {
-        self.drive.is_closing.store(true, Ordering::Release);
+        self.drive.registers.set_closing(true);
         self.drive.wake_monitor();
         let supervisor = lock(&self.monitor).take();
         if supervisor.is_some_and(|supervisor| supervisor.join().is_err()) {
@@ -452,7 +450,6 @@ impl PhysicalDrive {
             predecessor_mappings: Mutex::new(PredecessorMappings::with_deadline(end)),
             is_gone: AtomicBool::new(false),
             needs_reset: AtomicBool::new(false),
-            is_closing: AtomicBool::new(false),
             monitor_waker: EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)
                 .map_err(ControllerError::Monitor)?,
             subscribers: Mutex::default(),

@@ -20,7 +20,6 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use log::{error, warn};
@@ -172,7 +171,7 @@ impl PhysicalDrive {
     pub(super) fn check_predecessor_mappings(&self, threads: &ThreadSpawner) {
         let mut inheritance = lock(&self.predecessor_mappings);
         // If the drive is quiesced, the remaining mappings go to the successor.
-        let is_resting = self.is_closing.load(Ordering::Acquire);
+        let is_resting = self.registers.is_closing();
         let end = inheritance.deadline.as_ref();
         if is_resting || !end.is_some_and(Deadline::has_passed) {
             return;

@@ -81,7 +81,11 @@ pub(super) fn enable(
                 arbitration.on_enabled(weighted);
                 return Ok(());
             }
-            Err(error @ ControllerError::Gone) => return Err(error),
+            Err(
+                error @ (ControllerError::Gone
+                | ControllerError::RemovalRequested
+                | ControllerError::Closing),
+            ) => return Err(error),
             Err(error) => {
                 let cause = "does not come up with weighted round robin (CC.AMS)";
                 arbitration.end_weighted(backing.name(), cause, Some(&error));
@@ -212,6 +216,8 @@ impl PhysicalDrive {
                     });
                     return;
                 }
+                // As `UnresponsiveDriveOutcome::Closing`.
+                Err(ControllerError::Closing) => return,
                 Err(error) => {
                     warn!(
                         "Drive {name} does not come back (attempt {attempt} of {RESET_ATTEMPTS}): {error}"
@@ -230,7 +236,7 @@ impl PhysicalDrive {
         let clock = self.backing.clock();
         let (begun, timeout) = (
             clock.now(),
-            self.registers.timeout().min(UNRESPONSIVE_MAX) + LINK_TIMEOUT,
+            self.registers.ready_timeout().min(UNRESPONSIVE_MAX) + LINK_TIMEOUT,
         );
         let deadline = Deadline::after(&clock, timeout);
         let seconds = timeout.as_secs();
@@ -242,7 +248,7 @@ impl PhysicalDrive {
             if self.is_removal_requested() {
                 return UnresponsiveDriveOutcome::GiveUp(REMOVAL_REQUESTED.to_owned());
             }
-            if self.is_closing.load(Ordering::Acquire) {
+            if self.registers.is_closing() {
                 return UnresponsiveDriveOutcome::Closing;
             }
             if deadline.has_passed() {

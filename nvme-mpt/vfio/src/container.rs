@@ -17,7 +17,7 @@ use vfio_bindings::bindings::vfio as abi;
 use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction};
 use super::ioctl;
-use nvme_guest::iova::{BeforePinning, Iommu, IommuMapping};
+use nvme_guest::iova::{BeforePinning, Iommu, IommuMapping, StuckMappingError};
 use nvme_mpt_memory::sync::RwLock;
 use nvme_mpt_memory::{Mapping, MappingAccess, host_page_size};
 
@@ -77,6 +77,44 @@ fn unmap_pieces(container: &File, iova: u64, len: u64) -> io::Result<u64> {
         }
     }
     Ok(unmapped)
+}
+
+/// Unmaps a range of IOVAs as [`unmap_pieces`] does.
+///
+/// # Errors
+/// Returns the kernel's error, or an error if fewer bytes were unmapped.
+fn unmap_all(container: &File, iova: u64, len: u64) -> io::Result<()> {
+    let unmapped = unmap_pieces(container, iova, len)?;
+    if unmapped == len {
+        return Ok(());
+    }
+    Err(io::Error::other(VfioError::PartlyUnmapped {
+        iova,
+        len,
+        unmapped,
+    }))
+}
+
+/// Maps the `len` bytes at an IOVA in [`pieces`], each with `map`. If one piece fails, the earlier ones are unmapped by `unmap`,
+/// which gets their total length, so that either the whole range or nothing is mapped.
+fn map_pieces(
+    iova: u64,
+    len: u64,
+    mut map: impl FnMut(Range<u64>) -> io::Result<()>,
+    unmap: impl FnOnce(u64) -> io::Result<()>,
+) -> io::Result<()> {
+    for piece in pieces(iova, len) {
+        let start = piece.start;
+        if let Err(error) = map(piece) {
+            if start > 0
+                && let Err(unmapping) = unmap(start)
+            {
+                return Err(StuckMappingError::wrap(error, unmapping));
+            }
+            return Err(error);
+        }
+    }
+    Ok(())
 }
 
 /// A VFIO container with the function's IOMMU group.
@@ -286,26 +324,18 @@ impl Iommu for Type1Container {
                 Err(error) => return Err(error),
             }
         }
-        for piece in pieces(iova, size) {
+        let map = |piece: Range<u64>| {
             let len = (piece.end - piece.start).min(part.len() as u64 - piece.start);
             let start = part.start + piece.start as usize;
             let bytes = memory
                 .bytes(start, len as usize)
                 .ok_or(io::ErrorKind::InvalidInput)?;
             let (at, size) = (iova + piece.start, piece.end - piece.start);
-            let mapped = before_pinning(start..start + len as usize).and_then(|()| {
-                ioctl::map_dma(container, bytes, at, size, writable)
-                    .map_err(|error| self.map_error(error, size))
-            });
-            if let Err(error) = mapped {
-                // The earlier pieces are unmapped, so that either the whole range or nothing is mapped.
-                if piece.start > 0 {
-                    ioctl::unmap_dma(container, iova, piece.start)?;
-                }
-                return Err(error);
-            }
-        }
-        Ok(())
+            before_pinning(start..start + len as usize)?;
+            ioctl::map_dma(container, bytes, at, size, writable)
+                .map_err(|error| self.map_error(error, size))
+        };
+        map_pieces(iova, size, map, |mapped| unmap_all(container, iova, mapped))
     }
 
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
@@ -315,15 +345,7 @@ impl Iommu for Type1Container {
             return Ok(());
         };
         let len = self.mapping_len(iova, len)?;
-        let unmapped = unmap_pieces(container, iova, len)?;
-        if unmapped != len {
-            return Err(io::Error::other(VfioError::PartlyUnmapped {
-                iova,
-                len,
-                unmapped,
-            }));
-        }
-        Ok(())
+        unmap_all(container, iova, len)
     }
 
     fn allocate_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()> {
@@ -552,6 +574,42 @@ mod tests {
             before.start..piece.end
         });
         assert_eq!(joined, 0..8 * PIN_BYTES_MAX);
+    }
+
+    #[test]
+    fn a_range_is_mapped_as_a_whole_or_not_at_all() {
+        let map = |fails_at: Option<u64>, unmapped: io::Result<()>| {
+            let (mut mapped, mut removed) = (0, None);
+            let map = |piece: Range<u64>| {
+                if fails_at == Some(piece.start) {
+                    return Err(io::ErrorKind::OutOfMemory.into());
+                }
+                mapped += piece.end - piece.start;
+                Ok(())
+            };
+            let unmap = |len| {
+                removed = Some(len);
+                unmapped
+            };
+            let result = map_pieces(0, 3 * PIN_BYTES_MAX, map, unmap);
+            (result, mapped, removed)
+        };
+        let (result, mapped, removed) = map(None, Ok(()));
+        result.expect("no error");
+        assert_eq!((mapped, removed), (3 * PIN_BYTES_MAX, None));
+        let (result, _, removed) = map(Some(0), Ok(()));
+        result.expect_err("the first piece fails");
+        assert_eq!(removed, None);
+        let is_stuck = |error: &io::Error| {
+            let inner = error.get_ref();
+            assert_eq!(error.kind(), io::ErrorKind::OutOfMemory);
+            inner.is_some_and(|inner| inner.is::<StuckMappingError>())
+        };
+        let (result, mapped, removed) = map(Some(2 * PIN_BYTES_MAX), Ok(()));
+        assert!(!is_stuck(&result.expect_err("the last piece fails")));
+        assert_eq!(removed, Some(mapped));
+        let (result, ..) = map(Some(PIN_BYTES_MAX), Err(io::ErrorKind::InvalidInput.into()));
+        assert!(is_stuck(&result.expect_err("the first piece stays")));
     }
 
     #[test]

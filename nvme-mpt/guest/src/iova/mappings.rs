@@ -153,6 +153,17 @@ impl IommuMappings {
         self.current.insert(mapping.iova, mapping);
     }
 
+    /// Records that a mapping which [began](Self::begin_mapping) was made in part, and that the part cannot be unmapped. No
+    /// memory can take it over, so a successor unmaps it.
+    pub(super) fn keep_stuck(&mut self, mapping: IommuMapping) {
+        self.mark_stale();
+        let mapping = IommuMapping {
+            file: None,
+            ..mapping
+        };
+        self.current.insert(mapping.iova, mapping);
+    }
+
     /// Records that a mapping is about to be unmapped. Called before the request to the IOMMU.
     pub(super) fn begin_unmapping(&self, iova: u64) {
         self.mark_stale();

@@ -32,12 +32,38 @@ const ALIGNMENT: u64 = 2 << 20;
 /// Check of a part of a mapping's memory before it is pinned. The check may refuse the pinning.
 pub type BeforePinning<'a> = dyn FnMut(Range<usize>) -> io::Result<()> + 'a;
 
+/// Error of [`Iommu::map`] after which a part of the memory stays mapped, because it cannot be unmapped again.
+#[derive(Debug, thiserror::Error)]
+#[error("A part of the memory was mapped before an error, and stays mapped: {unmapping}")]
+pub struct StuckMappingError {
+    /// Error of unmapping the part.
+    unmapping: io::Error,
+    /// Error of mapping the rest.
+    #[source]
+    mapping: io::Error,
+}
+
+impl StuckMappingError {
+    /// Wraps the error of mapping memory, and that of unmapping the part that was mapped before. The result has the kind of the
+    /// first one.
+    #[must_use]
+    pub fn wrap(mapping: io::Error, unmapping: io::Error) -> io::Error {
+        io::Error::new(mapping.kind(), Self { unmapping, mapping })
+    }
+
+    /// Returns whether an error of [`Iommu::map`] is of this type.
+    fn is_in(error: &io::Error) -> bool {
+        error.get_ref().is_some_and(|error| error.is::<Self>())
+    }
+}
+
 /// Memory access of a physical host controller through an IOMMU.
 pub trait Iommu: Send + Sync + fmt::Debug {
     /// Maps a part of a mapping's memory for the device, starting at `iova`. `access` is the device's access.
     ///
     /// # Errors
-    /// Returns the kernel's error; `InvalidInput` if the mapping has no such part.
+    /// Returns the kernel's error; `InvalidInput` if the mapping has no such part. After an error, nothing is mapped, except
+    /// after a [`StuckMappingError`].
     fn map(
         &self,
         iova: u64,
@@ -46,8 +72,7 @@ pub trait Iommu: Send + Sync + fmt::Debug {
         access: MappingAccess,
     ) -> io::Result<()>;
 
-    /// Maps as [`Self::map`] does, but first calls `before_pinning` for each part of the memory that is about to be pinned. If
-    /// `before_pinning` fails, nothing is mapped.
+    /// Maps as [`Self::map`] does, but first calls `before_pinning` for each part of the memory that is about to be pinned.
     ///
     /// # Errors
     /// As [`Self::map`], and errors of `before_pinning`.
@@ -610,7 +635,7 @@ impl IovaRange {
         memory: &Mapping,
         part: Range<usize>,
         access: MappingAccess,
-        permit: BudgetPermit,
+        mut permit: BudgetPermit,
         before_pinning: &mut BeforePinning<'_>,
     ) -> io::Result<IovaPart> {
         let len = part.len() as u64;
@@ -628,6 +653,13 @@ impl IovaRange {
                 let mut mappings = lock(&self.space.mappings);
                 match mapped {
                     Ok(()) => mappings.finish_mapping(mapping),
+                    // All addresses of the range stay allocated, as after a failed unmapping.
+                    Err(error) if StuckMappingError::is_in(&error) => {
+                        mappings.keep_stuck(mapping);
+                        self.is_stuck.store(true, Ordering::Relaxed);
+                        permit.make_permanent();
+                        return Err(error);
+                    }
                     Err(error) => {
                         mappings.remove(iova);
                         return Err(error);

@@ -27,6 +27,8 @@ const HAD: (BudgetEntitlement, bool) = (BudgetEntitlement::Inherited, true);
 struct SharedIommu {
     mapped: Mutex<BTreeMap<u64, u64>>,
     made: std::sync::atomic::AtomicU64,
+    /// True if the next mapping fails, and stays.
+    gets_stuck: AtomicBool,
 }
 
 impl Iommu for SharedIommu {
@@ -41,7 +43,14 @@ impl Iommu for SharedIommu {
         self.made.fetch_add(1, Ordering::Relaxed);
         drop(mapped);
         kill_points::run_hook();
-        Ok(())
+        match self.gets_stuck.swap(false, Ordering::Relaxed) {
+            true => {
+                let kind = |kind: io::ErrorKind| io::Error::from(kind);
+                let (map, unmap) = (io::ErrorKind::OutOfMemory, io::ErrorKind::InvalidInput);
+                Err(StuckMappingError::wrap(kind(map), kind(unmap)))
+            }
+            false => Ok(()),
+        }
     }
 
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
@@ -437,6 +446,34 @@ fn parts_never_overlap_and_come_back() {
     assert!(space.allocate(1 << 52).is_none());
     assert!(space.allocate(u64::MAX).is_none());
     assert!(space.allocate(0).is_none());
+}
+
+#[test]
+fn addresses_of_a_failed_mapping_that_stays_lead_to_no_other_memory() {
+    let iommu = Arc::new(SharedIommu::default());
+    let space = space(&iommu, Vec::new());
+    let table = space.start_record().expect("memory");
+    let file = memfd(c"guest", 4 * PAGE).expect("memory");
+    let whole = memory(&file, 0, 4, MappingAccess::ReadWrite);
+    iommu.gets_stuck.store(true, Ordering::Relaxed);
+    let error = try_map_page(&space, &whole, 0).expect_err("no memory");
+    assert_eq!(error.kind(), io::ErrorKind::OutOfMemory);
+    let [stuck] = iommu.starts()[..] else {
+        panic!("a mapping stays");
+    };
+    let next = map_page(&space, &whole, 0);
+    assert!(next.start() > stuck + PAGE);
+    drop(next);
+    // A successor unmaps it, and no memory takes it over.
+    let recorded = RecordedMappings::read(table).expect("a table");
+    assert_eq!(recorded.mapped(), []);
+    let uncertain: Vec<u64> = recorded.uncertain.iter().map(|part| part.start).collect();
+    assert_eq!(uncertain, [stuck]);
+    let left = space.list_mappings(outdated().0);
+    let [left_over] = left[..] else {
+        panic!("{left:?}");
+    };
+    assert_eq!((left_over.iova, left_over.file), (stuck, None));
 }
 
 /// State that a process leaves which is killed at some moment.

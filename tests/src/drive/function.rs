@@ -521,7 +521,11 @@ impl DeviceBacking for ModelDrive {
         if !self.is_reachable() {
             return Err(gone_error());
         }
-        self.controller().reset_function();
+        let mut controller = self.controller();
+        if !controller.options.has_function_reset {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        controller.reset_function();
         Ok(())
     }
 

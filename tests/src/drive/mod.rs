@@ -139,6 +139,8 @@ pub struct Options {
     pub namespaces: Vec<NamespaceOptions>,
     /// Time until CSTS.RDY follows CC.EN, when it is set and when it is cleared.
     pub reset_time: Duration,
+    /// True if the function can be reset by itself.
+    pub has_function_reset: bool,
     /// Minimum time of a command.
     pub latency: Duration,
     /// Maximum number of commands that are executed concurrently.
@@ -177,6 +179,7 @@ impl Default for Options {
             mappings_max: None,
             namespaces: vec![NamespaceOptions::new(1, 64 << 20, 512)],
             reset_time: Duration::ZERO,
+            has_function_reset: true,
             latency: Duration::ZERO,
             parallel: 256,
             service: None,

@@ -272,6 +272,25 @@ fn a_drive_that_is_ready_only_after_a_function_level_reset() {
 }
 
 #[test]
+fn a_drive_without_a_function_level_reset_comes_back_at_the_second_attempt() {
+    let options = Options {
+        has_function_reset: false,
+        ..scarce()
+    };
+    let outcome = check_survives(options, LONG, |host, _| {
+        let fail = Effect::Fail(INTERNAL_ERROR, true);
+        host.model
+            .inject(Fault::once(FaultMatch::Admin(admin::SET_FEATURES), fail));
+        host.model.fail();
+        wait_for("a second attempt", || {
+            host.incidents().is_gone || host.model.counters().enables == 3
+        });
+    });
+    assert_eq!(outcome.drive.function_resets, 0);
+    assert_eq!(outcome.incidents.resets, 1);
+}
+
+#[test]
 fn slow_resets_lose_no_commands() {
     let options = Options {
         reset_time: Duration::from_millis(300),

@@ -279,7 +279,8 @@ impl PhysicalDrive {
         self.backing.is_removal_requested()
     }
 
-    /// Stops all memory accesses of the controller by disabling it. If `function_too` is true, resets the function too.
+    /// Stops all memory accesses of the controller by disabling it. If `function_too` is true, resets the function too, unless
+    /// it cannot be reset by itself.
     fn quiesce(&self, function_too: bool) -> Result<(), ControllerError> {
         if !function_too {
             match self.registers.disable() {
@@ -291,7 +292,11 @@ impl PhysicalDrive {
         if self.backing.is_gone() {
             return Err(ControllerError::Gone);
         }
-        self.backing.reset().map_err(ControllerError::Function)?;
+        match self.backing.reset() {
+            // A disabled controller accesses no memory either.
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => {}
+            reset => reset.map_err(ControllerError::Function)?,
+        }
         Ok(self.registers.disable()?)
     }
 

@@ -27,6 +27,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use super::waiting_pairs::WaitingPairs;
 use nvme_guest::adaptive::{CommandClass, HeavyWindow, PolicyChoice};
 use nvme_mpt_memory::clock::{TickRate, Ticks};
 use nvme_mpt_memory::sync::Mutex;
@@ -95,10 +96,8 @@ pub struct DriveGovernor {
     pause_until: AtomicU64,
     /// Time of the next probe of the latency without heavy commands.
     next_probe: AtomicU64,
-    /// Number of queue pairs that have got a number.
-    pairs: AtomicU64,
-    /// Pairs on which heavy commands wait: a bit for each pair, by its number modulo 64.
-    waiting: AtomicU64,
+    /// Pairs on which heavy commands wait.
+    waiting: WaitingPairs,
     /// Number of heavy users' bytes in flight, on all pairs.
     in_flight: AtomicU64,
     /// Number of directly submitted commands in flight at the last survey, or [`UNKNOWN`].
@@ -131,8 +130,7 @@ impl DriveGovernor {
             light_commands: AtomicU64::new(0),
             pause_until: AtomicU64::new(settings.pause_until.0),
             next_probe: AtomicU64::new(settings.next_probe.0),
-            pairs: AtomicU64::new(0),
-            waiting: AtomicU64::new(0),
+            waiting: WaitingPairs::default(),
             in_flight: AtomicU64::new(0),
             direct: AtomicU64::new(0),
             light_completed_at: AtomicU64::new(0),
@@ -166,30 +164,17 @@ impl DriveGovernor {
             .fetch_max(until, Ordering::Relaxed);
     }
 
-    /// Returns the number of a new queue pair.
-    pub(super) fn register_pair(&self) -> u64 {
-        self.pairs.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Records whether a queue pair has waiting heavy commands.
-    pub(super) fn set_waiting(&self, pair: u64, is_waiting: bool) {
-        let bit = Self::bit(pair);
-        if is_waiting {
-            self.waiting.fetch_or(bit, Ordering::Relaxed);
-        } else {
-            self.waiting.fetch_and(!bit, Ordering::Relaxed);
-        }
+    /// Returns the queue pairs on which heavy commands wait.
+    #[inline]
+    pub(super) fn waiting(&self) -> &WaitingPairs {
+        &self.waiting
     }
 
     /// Returns whether it is this queue pair's turn, among the pairs on which heavy commands wait.
-    fn has_turn(&self, pair: u64, waiting: u64, now: Ticks) -> bool {
+    fn has_turn(&self, pair: u16, now: Ticks) -> bool {
         // Turns follow the clock. Otherwise the pair whose command completes would always be the first to try again.
         let turn = now.0 / self.turn.load(Ordering::Relaxed).max(1);
-        let mut rest = waiting;
-        for _ in 0..turn % u64::from(waiting.count_ones()) {
-            rest &= rest - 1;
-        }
-        rest & rest.wrapping_neg() == Self::bit(pair)
+        self.waiting.has_turn(pair, turn)
     }
 
     /// Counts heavy users' bytes that were submitted to the drive.
@@ -248,17 +233,6 @@ impl DriveGovernor {
         self.weight_limited_until.store(0, Ordering::Relaxed);
     }
 
-    /// Returns whether heavy commands wait on a pair other than this one.
-    #[inline]
-    pub(super) fn has_waiting_elsewhere(&self, pair: u64) -> bool {
-        self.waiting.load(Ordering::Relaxed) & !Self::bit(pair) != 0
-    }
-
-    /// Returns whether heavy commands wait on any pair.
-    pub(super) fn has_waiting(&self) -> bool {
-        self.waiting.load(Ordering::Relaxed) != 0
-    }
-
     /// Records the number of directly submitted commands in flight. `None` stands for a drive on which lone users submit
     /// directly, so that the number may grow at any time.
     pub(super) fn set_direct_commands(&self, commands: Option<u64>) {
@@ -296,21 +270,27 @@ impl DriveGovernor {
     /// their shares would be too small. Turns are better than small shares: one large command uses the drive better than
     /// several small commands, and delays a light command by no more.
     ///
-    /// While commands also wait on other pairs, the own window limits a pair with a light user (`has_light`). On a drive that
-    /// serves its pairs in turn, a light command waits for all commands before it in its own pair, but for few commands of
-    /// other pairs.
+    /// `is_waiting` is what the pair itself has reported. While commands also wait on other pairs, the own window limits a pair
+    /// with a light user (`has_light`). On a drive that serves its pairs in turn, a light command waits for all commands before
+    /// it in its own pair, but for few commands of other pairs.
     #[inline]
-    pub(super) fn window(&self, pair: u64, has_light: bool, now: Ticks) -> QueuePairWindow {
+    pub(super) fn window(
+        &self,
+        pair: u16,
+        is_waiting: bool,
+        has_light: bool,
+        now: Ticks,
+    ) -> QueuePairWindow {
         if now.0 < self.pause_until.load(Ordering::Relaxed) {
             return QueuePairWindow::Closed;
         }
         if !self.is_light_active(now) {
             return QueuePairWindow::Open;
         }
-        let waiting = self.waiting.load(Ordering::Relaxed) | Self::bit(pair);
         let bytes = self.window.load(Ordering::Relaxed);
-        let share = bytes / u64::from(waiting.count_ones());
-        let own = match has_light && waiting.count_ones() > 1 {
+        let elsewhere = self.waiting.count_elsewhere(is_waiting);
+        let share = bytes / (elsewhere + 1);
+        let own = match has_light && elsewhere > 0 {
             true => self.own_window.load(Ordering::Relaxed),
             false => u64::MAX,
         };
@@ -319,16 +299,12 @@ impl DriveGovernor {
                 bytes: share.min(own),
                 part: share,
             }
-        } else if self.has_turn(pair, waiting, now) {
+        } else if self.has_turn(pair, now) {
             let own = own.min(bytes);
             QueuePairWindow::Turn { total: bytes, own }
         } else {
             QueuePairWindow::Closed
         }
-    }
-
-    fn bit(pair: u64) -> u64 {
-        1 << (pair % 64)
     }
 
     /// Records that a light user has submitted a command.

@@ -30,6 +30,7 @@ mod survey;
 #[cfg(test)]
 mod tests;
 mod user;
+mod waiting_pairs;
 
 use std::any::Any;
 use std::io;

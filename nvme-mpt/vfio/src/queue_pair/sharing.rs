@@ -38,7 +38,7 @@ impl QueuePairUserActivity {
 pub(super) struct QueuePairSharing {
     pub(super) governor: Arc<DriveGovernor>,
     /// Number that the governor has given to the pair.
-    number: u64,
+    number: u16,
     /// Numbers of the users that may have light commands waiting, in order of arrival.
     pub(super) light_users: VecDeque<u16>,
     /// Arbitration between the heavy users.
@@ -63,7 +63,7 @@ impl QueuePairSharing {
             _ => inflight_bound::INITIAL_LIMIT,
         };
         Self {
-            number: governor.register_pair(),
+            number: governor.waiting().register_pair(),
             governor,
             completed_bytes: 0,
             heavy_bytes_max: most,
@@ -97,7 +97,9 @@ impl QueuePairSharing {
         let has_light = self
             .light_arrived
             .is_some_and(|arrived| now.since(arrived) <= activity_ticks);
-        let window = self.governor.window(self.number, has_light, now);
+        let window = self
+            .governor
+            .window(self.number, self.is_waiting, has_light, now);
         let is_alone = || self.activity.is_alone(now, activity_ticks);
         // Without a limit, the drive would divide its time by the number of commands that each user submits.
         if window == QueuePairWindow::Open && !is_alone() {
@@ -123,7 +125,7 @@ impl QueuePairSharing {
     /// Returns whether a light command that is submitted now waits behind heavy commands to which the own window applies.
     #[inline]
     pub(super) fn is_behind_heavy(&self) -> bool {
-        self.heavy_bytes > 0 && self.governor.has_waiting_elsewhere(self.number)
+        self.heavy_bytes > 0 && self.governor.waiting().count_elsewhere(self.is_waiting) > 0
     }
 
     /// Returns the heavy users' bytes in flight.
@@ -163,14 +165,115 @@ impl QueuePairSharing {
     pub(super) fn report_waiting(&mut self, is_waiting: bool) {
         if self.is_waiting != is_waiting {
             self.is_waiting = is_waiting;
-            self.governor.set_waiting(self.number, is_waiting);
+            let waiting = self.governor.waiting();
+            waiting.set_waiting(self.number, is_waiting);
         }
     }
 }
 
 impl Drop for QueuePairSharing {
     fn drop(&mut self) {
-        self.governor.set_waiting(self.number, false);
+        self.report_waiting(false);
+        self.governor.waiting().unregister_pair(self.number);
         self.governor.on_heavy_completed(self.heavy_bytes, None);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use nvme_guest::adaptive::PolicyChoice;
+    use nvme_mpt_memory::clock::TickRate;
+
+    const NOW: Ticks = Ticks(1 << 40);
+
+    /// Creates a governor whose windows apply, because a light command is in flight.
+    fn governor() -> Arc<DriveGovernor> {
+        let governor = DriveGovernor::new(PolicyChoice::Adaptive, TickRate::NANOSECOND);
+        governor.on_light_submitted();
+        Arc::new(governor)
+    }
+
+    fn pairs(governor: &Arc<DriveGovernor>, count: usize) -> Vec<QueuePairSharing> {
+        (0..count)
+            .map(|_| QueuePairSharing::new(governor.clone()))
+            .collect()
+    }
+
+    fn has_turn(pair: &QueuePairSharing, now: Ticks) -> bool {
+        matches!(pair.window(now), QueuePairWindow::Turn { .. })
+    }
+
+    /// Checks that two pairs take turns while both wait, and that neither is overlooked when the other ends.
+    #[track_caller]
+    fn check_independent(one: &mut QueuePairSharing, other: &mut QueuePairSharing) {
+        one.on_heavy_submitted(4096);
+        one.report_waiting(true);
+        assert!(!one.is_behind_heavy());
+        other.report_waiting(true);
+        assert!(one.is_behind_heavy());
+        let times = (0..100).map(|step| Ticks(NOW.0 + step * 1_000_000));
+        let turns = times.map(|now| [has_turn(one, now), has_turn(other, now)]);
+        let turns: BTreeSet<[bool; 2]> = turns.collect();
+        assert_eq!(turns, BTreeSet::from([[false, true], [true, false]]));
+        one.report_waiting(false);
+        assert!(one.is_behind_heavy());
+        assert_eq!(one.governor.waiting().count(), 1);
+        other.report_waiting(false);
+        assert_eq!(one.governor.waiting().count(), 0);
+        assert!(!one.is_behind_heavy());
+        one.on_heavy_completed(4096, None);
+    }
+
+    #[test]
+    fn pairs_of_a_drive_with_many_are_not_mistaken_for_each_other() {
+        let mut pairs = pairs(&governor(), 200);
+        for other in [1, 63, 64, 65, 128, 192, 199] {
+            let [one, other] = pairs.get_disjoint_mut([0, other]).expect("two pairs");
+            check_independent(one, other);
+            check_independent(other, one);
+        }
+    }
+
+    #[test]
+    fn pairs_that_were_deleted_and_created_again_are_not_mistaken_for_others() {
+        let governor = governor();
+        let mut one = QueuePairSharing::new(governor.clone());
+        for _ in 0..200 {
+            let mut created = QueuePairSharing::new(governor.clone());
+            check_independent(&mut one, &mut created);
+            created.report_waiting(true);
+            drop(created);
+            assert_eq!(governor.waiting().count(), 0);
+        }
+    }
+
+    #[test]
+    fn each_waiting_pair_has_a_turn() {
+        let mut pairs = pairs(&governor(), 200);
+        let waiting = || (0..200).filter(|pair| pair % 3 != 1);
+        waiting().for_each(|pair| pairs[pair].report_waiting(true));
+        let mut turns = Vec::new();
+        // A turn is longer than a step.
+        for step in 0..1_000_000 {
+            let now = Ticks(NOW.0 + step * 50_000);
+            let having: Vec<usize> = waiting()
+                .filter(|pair| has_turn(&pairs[*pair], now))
+                .collect();
+            let [pair] = having[..] else {
+                panic!("{having:?} have a turn");
+            };
+            if turns.last() != Some(&pair) {
+                turns.push(pair);
+            }
+            if turns.len() > waiting().count() {
+                break;
+            }
+        }
+        turns.pop();
+        turns.sort_unstable();
+        assert_eq!(turns, waiting().collect::<Vec<_>>());
     }
 }

@@ -208,7 +208,7 @@ impl DriveSurvey {
         self.update_class_users();
         self.remember_busy();
         let busy = self.owners.iter().filter(|it| it.is_busy()).count();
-        let is_slow = governor.has_waiting() || self.is_slow(elapsed);
+        let is_slow = governor.waiting().count() > 0 || self.is_slow(elapsed);
         if is_slow && busy > 0 && busy < self.owners.len() {
             governor.mark_contended(now);
         }

@@ -61,13 +61,19 @@ impl LedgerRecords {
             || leases.any(|record| record.id == id && is_leased(&record.drive))
     }
 
-    /// Records the present facts about the requested drive and its namespace.
+    /// Records the present facts about the requested drive and its namespace. A namespace that does not report its identifier now
+    /// keeps the recorded one.
     pub(super) fn note_facts(&mut self, request: &LeaseRequest<'_>) {
-        let (Some(facts), Some(now)) = (request.drive.facts, namespace_facts(request)) else {
+        let (Some(facts), Some(mut now)) = (request.drive.facts, namespace_facts(request)) else {
             return;
         };
         let drive = self.known.entry(request.drive.name.to_owned()).or_default();
         drive.address.clone_from(&facts.address);
+        if let Some(before) = drive.namespaces.get(&request.nsid.0)
+            && now.id.is_empty()
+        {
+            now.id.clone_from(&before.id);
+        }
         drive.namespaces.insert(request.nsid.0, now);
     }
 
@@ -170,8 +176,12 @@ mod tests {
                 assert!(error.to_string().contains(message), "{error}");
             }
         }
-        // A namespace that no longer reports its identifier is compared by its other properties.
+        // A namespace that no longer reports its identifier is compared by its other properties. Once it reports one again, it
+        // is compared by that too.
         drop(lease(&ledger, "vm", &drive("nvme:a", ADDRESS, ""), (2000, 9)).unwrap());
+        let other = drive("nvme:a", ADDRESS, "02");
+        let error = lease(&ledger, "vm", &other, (2000, 9)).unwrap_err();
+        assert!(matches!(error, LeaseError::Changed(_)), "{error}");
         // The operator accepts the drive.
         assert!(ledger.accept_drive("nvme:a").unwrap());
         assert!(!ledger.accept_drive("nvme:a").unwrap());

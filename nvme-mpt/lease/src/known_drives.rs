@@ -19,7 +19,7 @@ pub(super) struct KnownDrive {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct KnownNamespace {
-    /// NGUID or EUI-64, in hexadecimal digits; empty if the namespace has neither.
+    /// NGUID or EUI-64, in hexadecimal digits; empty if the namespace has not reported either.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(super) id: String,
     pub(super) blocks: u64,

@@ -75,25 +75,38 @@ impl FunctionConfig {
     ///
     /// # Errors
     /// [`OptionError::Missing`] without a path, [`OptionError::EmptyValue`], and [`OptionError::Value`] for an invalid number.
-    /// [`Self::options`] checks all other values.
+    /// [`Self::options`] checks all other values. It cannot check a value that stands for a missing one, such as a timeout of
+    /// `none`, because the configuration does not contain it. So if there is such a value, this function checks all values.
     pub fn from_keys(mut get: impl FnMut(&str) -> Option<String>) -> Result<Self, OptionError> {
         let mut pairs = Vec::new();
+        let mut omitted = Vec::new();
         for option in OPTIONS {
             let key = option.help.key;
             if key == "id" {
                 continue;
             }
-            let value = match (get(key), option.number) {
-                (Some(value), Some(number)) => number(&value)
-                    .map_err(|source| OptionError::Value { key, value, source })?
-                    .map(|number| number.to_string()),
-                (value, _) => value,
+            let Some(mut value) = get(key) else {
+                continue;
             };
-            pairs.extend(value.map(|value| (key.to_owned(), value)));
+            if let Some(number) = option.number {
+                match number(&value) {
+                    Ok(Some(number)) => value = number.to_string(),
+                    Ok(None) => {
+                        omitted.push((key.to_owned(), value));
+                        continue;
+                    }
+                    Err(source) => return Err(OptionError::Value { key, value, source }),
+                }
+            }
+            pairs.push((key.to_owned(), value));
         }
-        let text = OptionText::from_pairs(pairs)?;
+        let text = OptionText::from_pairs(pairs.clone())?;
         if text.get("path").is_none() {
             return Err(NO_PATH);
+        }
+        if !omitted.is_empty() {
+            let all = OptionText::from_pairs(pairs.into_iter().chain(omitted))?;
+            FunctionOptions::from_text(all)?;
         }
         let state_dir = get(STATE_DIR_KEY).map_or_else(|| STATE_DIR.into(), PathBuf::from);
         Ok(Self { text, state_dir })
@@ -330,6 +343,18 @@ mod tests {
             assert_eq!(message(&[path, (key, value)]), wrong);
         }
         assert!(message(&[path, ("timeout", "1")]).contains("is not for memory:"));
+    }
+
+    #[test]
+    fn no_timeout_is_a_missing_one_except_for_a_physical_drive() {
+        let none = ("timeout", "none");
+        let file = ("path", "/srv/a.img");
+        assert_eq!(
+            config(&[file, none]).expect("valid"),
+            config(&[file]).expect("valid")
+        );
+        let refused = config(&[("path", "0000:01:00.0"), none]).expect_err("no limit");
+        assert_eq!(refused.to_string(), "Option \"timeout\" cannot be \"none\"");
     }
 
     #[test]

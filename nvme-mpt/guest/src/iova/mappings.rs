@@ -172,6 +172,14 @@ impl IommuMappings {
         }
     }
 
+    /// Records that a mapping could not be unmapped, or not as a whole. No memory can take it over, so a successor unmaps it.
+    pub(super) fn keep_unmappable(&mut self, iova: u64) {
+        self.mark_stale();
+        if let Some(mapping) = self.current.get_mut(&iova) {
+            mapping.file = None;
+        }
+    }
+
     /// Records that a mapping was unmapped, or could not be made.
     pub(super) fn remove(&mut self, iova: u64) {
         self.mark_stale();

@@ -715,6 +715,7 @@ impl Drop for IovaPart {
             Ok(()) => lock(&space.mappings).remove(iova),
             Err(error) => {
                 error!("{len:#x} bytes at IOVA {iova:#x} stay mapped: {error}");
+                lock(&space.mappings).keep_unmappable(iova);
                 self.range.is_stuck.store(true, Ordering::Relaxed);
                 self.permit.make_permanent();
             }

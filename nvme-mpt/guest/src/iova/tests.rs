@@ -27,7 +27,7 @@ const HAD: (BudgetEntitlement, bool) = (BudgetEntitlement::Inherited, true);
 struct SharedIommu {
     mapped: Mutex<BTreeMap<u64, u64>>,
     made: std::sync::atomic::AtomicU64,
-    /// True if the next mapping fails, and stays.
+    /// True if the next mapping or unmapping fails, and the mapping stays.
     gets_stuck: AtomicBool,
 }
 
@@ -54,6 +54,9 @@ impl Iommu for SharedIommu {
     }
 
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
+        if self.gets_stuck.swap(false, Ordering::Relaxed) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
         let removed = lock(&self.mapped).remove(&iova);
         kill_points::run_hook();
         match removed {
@@ -474,6 +477,27 @@ fn addresses_of_a_failed_mapping_that_stays_lead_to_no_other_memory() {
         panic!("{left:?}");
     };
     assert_eq!((left_over.iova, left_over.file), (stuck, None));
+}
+
+#[test]
+fn no_memory_takes_over_a_mapping_that_could_not_be_unmapped() {
+    let iommu = Arc::new(SharedIommu::default());
+    let space = space(&iommu, Vec::new());
+    let file = memfd(c"guest", 4 * PAGE).expect("memory");
+    let whole = memory(&file, 0, 4, MappingAccess::ReadWrite);
+    let part = map_page(&space, &whole, 0);
+    let [listed] = space.list_mappings(outdated().0)[..] else {
+        panic!("one mapping");
+    };
+    assert!(listed.file.is_some());
+    iommu.gets_stuck.store(true, Ordering::Relaxed);
+    drop(part);
+    let [stuck] = space.list_mappings(outdated().0)[..] else {
+        panic!("the mapping stays");
+    };
+    assert_eq!((stuck.iova, stuck.file), (listed.iova, None));
+    // Its addresses lead to no other memory.
+    assert!(map_page(&space, &whole, 0).start() > stuck.iova);
 }
 
 /// State that a process leaves which is killed at some moment.

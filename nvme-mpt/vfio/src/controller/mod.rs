@@ -544,7 +544,6 @@ impl PhysicalDrive {
         let timeout = shutdown_timeout(self.identity.controller.rtd3e);
         let (name, seconds) = (self.backing.name(), timeout.as_secs());
         info!("Drive {name}: waiting for the drive to shut down, {seconds} s at most");
-        // A drive that does not shut down in time is then disabled without a shutdown.
         let result = self.registers.shut_down(timeout);
         let result = result.and_then(|()| self.registers.disable());
         if let Err(error) = result.map_err(ControllerError::from) {
@@ -552,8 +551,10 @@ impl PhysicalDrive {
                 "Drive {} was not shut down cleanly: {error}",
                 self.backing.name()
             );
-            // The drive may still access memory; a reset ends its DMA.
-            let _ = self.backing.reset();
+            // The drive may still access memory. A reset of the function ends that, or else disabling the controller.
+            if self.backing.reset().is_err() {
+                let _ = self.registers.disable();
+            }
         }
         if let Err(error) = self.backing.set_bus_master(false) {
             warn!(

@@ -309,9 +309,9 @@ impl LeaseLedgers {
             wanted,
             lba_shift: namespace.lba_shift,
             blocks: namespace.blocks,
-            previous_data: match (&options.path, options.data) {
-                // A null drive stores no data, so nothing is wiped or erased.
-                (DrivePath::Null(_), _) => PreviousDataPolicy::Kept,
+            previous_data: match (options.path.stores_data(), options.data) {
+                // There is nothing to wipe or erase.
+                (false, _) => PreviousDataPolicy::Kept,
                 // `erase` becomes `wipe` here: the memory of a private drive starts zeroed, and erasing blocks would not erase
                 // the keys of a key-value drive.
                 (_, PreviousDataPolicy::Erased) if drive.is_private() || options.is_key_value() => {

@@ -51,6 +51,18 @@ impl AdminCommand {
         }
         Ok(command)
     }
+
+    /// Returns the opcodes of all commands that the controller supports. Doorbell Buffer Config is supported if
+    /// `has_doorbell_buffer`.
+    pub(super) fn supported_opcodes(
+        has_doorbell_buffer: bool,
+    ) -> impl Iterator<Item = AdminOpcode> {
+        let is_supported = move |opcode: &u8| match Self::parse(&Sqe::new(*opcode)) {
+            Ok(Self::DoorbellBufferConfig) => has_doorbell_buffer,
+            parsed => parsed.is_ok(),
+        };
+        (0..=u8::MAX).filter(is_supported).map(AdminOpcode)
+    }
 }
 
 #[cfg(test)]

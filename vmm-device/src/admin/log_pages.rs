@@ -14,12 +14,12 @@ use nvme_spec::{
         FeatureEffects, FeaturesSupportedAndEffects, FirmwareSlots, LogPageId, LogPageRequest,
         LogPageSupport, SupportedLogPages,
     },
-    opcode::AdminOpcode,
     status::Status,
 };
 use zerocopy::{FromZeros, IntoBytes, little_endian::U128};
 
 use super::{
+    command::AdminCommand,
     error_log::ErrorLog,
     features::{self, ControllerFeatures, FeatureContext},
     health::GuestDriveHealth,
@@ -37,20 +37,6 @@ const SUPPORTED: [LogPageId; 7] = [
     LogPageId::CHANGED_NAMESPACE_LIST,
     LogPageId::COMMANDS_SUPPORTED_AND_EFFECTS,
     LogPageId::FEATURES_SUPPORTED_AND_EFFECTS,
-];
-
-/// Admin commands that every function supports.
-const ADMIN_COMMANDS: [AdminOpcode; 10] = [
-    AdminOpcode::DELETE_IO_SQ,
-    AdminOpcode::CREATE_IO_SQ,
-    AdminOpcode::GET_LOG_PAGE,
-    AdminOpcode::DELETE_IO_CQ,
-    AdminOpcode::CREATE_IO_CQ,
-    AdminOpcode::IDENTIFY,
-    AdminOpcode::ABORT,
-    AdminOpcode::SET_FEATURES,
-    AdminOpcode::GET_FEATURES,
-    AdminOpcode::ASYNC_EVENT_REQUEST,
 ];
 
 /// Sources from which the data of log pages is read.
@@ -170,11 +156,9 @@ impl LogPages<'_> {
     fn supported_commands(&self, csi: Csi) -> Vec<u8> {
         let supported = CommandEffects::default().with_csupp(true);
         let mut log = CommandsSupportedAndEffects::new_zeroed();
-        for opcode in ADMIN_COMMANDS {
+        let has_doorbell_buffer = self.subject.has_doorbell_buffer;
+        for opcode in AdminCommand::supported_opcodes(has_doorbell_buffer) {
             log.acs[usize::from(opcode.0)] = supported;
-        }
-        if self.subject.has_doorbell_buffer {
-            log.acs[usize::from(AdminOpcode::DOORBELL_BUFFER_CONFIG.0)] = supported;
         }
         for command in self.subject.namespace.command_sets.commands(csi) {
             log.iocs[usize::from(command.opcode)] = supported.with_lbcc(command.changes_content);

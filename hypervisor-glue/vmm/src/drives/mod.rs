@@ -145,6 +145,26 @@ pub enum DrivePath {
     File(PathBuf),
 }
 
+impl DrivePath {
+    /// Returns whether the drive is in the memory of the process that opens it.
+    #[must_use]
+    pub fn is_in_process(&self) -> bool {
+        match self {
+            Self::Null(_) | Self::Memory(_) => true,
+            Self::Pci(_) | Self::File(_) => false,
+        }
+    }
+
+    /// Returns whether the drive stores the data that is written to it.
+    #[must_use]
+    pub fn stores_data(&self) -> bool {
+        match self {
+            Self::Null(_) => false,
+            Self::Memory(_) | Self::Pci(_) | Self::File(_) => true,
+        }
+    }
+}
+
 impl FromStr for DrivePath {
     type Err = OpenDriveError;
 
@@ -666,7 +686,7 @@ fn open_key_value(
             Ok(KeyValueController::open_file(file, profile, threads)?)
         }
         DrivePath::File(_) => Err(not_found_error(path)),
-        _ => Err(KeyValueError::Null.into()),
+        DrivePath::Null(_) | DrivePath::Pci(_) => Err(KeyValueError::Null.into()),
     }
 }
 

@@ -75,8 +75,8 @@ impl FunctionConfig {
     ///
     /// # Errors
     /// [`OptionError::Missing`] without a path, [`OptionError::EmptyValue`], and [`OptionError::Value`] for an invalid number.
-    /// [`Self::options`] checks all other values. It cannot check a value that stands for a missing one, such as a timeout of
-    /// `none`, because the configuration does not contain it. So if there is such a value, this function checks all values.
+    /// [`Self::options`] checks all other values. A value such as `timeout=none` is left out of the configuration, so it is
+    /// checked here, together with the other values.
     pub fn from_keys(mut get: impl FnMut(&str) -> Option<String>) -> Result<Self, OptionError> {
         let mut pairs = Vec::new();
         let mut omitted = Vec::new();

@@ -451,7 +451,7 @@ fn is_memory(options: &FunctionOptions) -> bool {
 
 /// Returns whether the drive is in the memory of the process that opens it.
 fn is_in_process(options: &FunctionOptions) -> bool {
-    matches!(options.path, DrivePath::Memory(_) | DrivePath::Null(_))
+    options.path.is_in_process()
 }
 
 /// Sets a field that has a default.

@@ -72,7 +72,10 @@ pub enum WipeError {
         range: ByteRange,
     },
     /// A command failed.
-    #[error("Wiping {range} of drive {drive} failed at block {block} with status {status:?}")]
+    #[error(
+        "Wiping {range} of drive {drive} failed at block {block} with status {status:?}: if it stays so, lease a range \
+         without this block, or keep the former data with data=keep"
+    )]
     Command {
         /// Path of the drive.
         drive: String,

@@ -217,8 +217,11 @@ fn is_bound_to(file: &PathEntry, socket: &UnixListener) -> Result<bool, PathErro
     let address = net::getsockname(&client).map_err(failed("try"))?;
     let address = SocketAddrUnix::try_from(address).map_err(failed("try"))?;
     let target = SocketAddrUnix::new(file.proc_fd_path()).map_err(failed("try"))?;
-    if net::connect(&client, &target).is_err() {
-        return Ok(false);
+    match net::connect(&client, &target) {
+        Ok(()) => {}
+        // The file is no socket, one of another kind, or one on which nothing listens.
+        Err(Errno::CONNREFUSED | Errno::NOENT | Errno::PROTOTYPE) => return Ok(false),
+        Err(error) => return Err(failed("try")(error)),
     }
     // Other processes of this process's user may have connected before.
     loop {

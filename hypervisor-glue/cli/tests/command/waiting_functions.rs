@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::process::Command;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;
@@ -15,7 +15,7 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use crate::stored_versions::{STATES, request_logs};
 use crate::supervised_server::SupervisedServer;
-use crate::support::Bench;
+use crate::support::{Bench, TIMEOUT};
 use crate::verifying_guest::{Guest, run_beside};
 
 #[test]
@@ -78,12 +78,22 @@ fn a_shortage_of_open_files_loses_no_function() {
     let mut limits = (3..8).map(|eighths| used * eighths / 8);
     run_beside(guests, 5, || {
         fs::write(&limit, limits.next().unwrap().to_string()).unwrap();
-        supervised.forget_ready();
         SupervisedServer::send("KILL", &supervised.server_pid().unwrap());
         thread::sleep(Duration::from_millis(500));
         fs::write(&limit, "1000").unwrap();
-        // A server with the low limit may run.
-        supervised.kill_server();
+        // A server that has read the low limit may run.
+        if let Some(server) = supervised.server_pid() {
+            SupervisedServer::send("KILL", &server);
+        }
+        let is_served = |listed: &str| listed.matches("connected").count() == functions.len();
+        let began = Instant::now();
+        while !bench
+            .ask("list", &[])
+            .is_ok_and(|listed| is_served(&listed))
+        {
+            assert!(began.elapsed() < TIMEOUT, "{}", supervised.log());
+            thread::sleep(Duration::from_millis(10));
+        }
     });
     let log = supervised.log();
     assert!(!log.contains("loses its drive"), "{log}");

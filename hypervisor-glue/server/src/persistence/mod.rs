@@ -200,6 +200,8 @@ struct PersistenceState {
     restorable: BTreeMap<PathBuf, RestorableFunction>,
     /// Functions of the predecessor that this process cannot read yet, for lack of a resource.
     unread: Vec<UnreadFunction>,
+    /// True if a function was blamed for the lack of memory that ended the predecessor.
+    has_blamed: bool,
     /// Ledger of private drives: those that only this process can have, `memory:` and `null:`.
     private_ledger: Ledger,
     /// Memory files with the contents of `memory:` drives, by size in bytes.
@@ -299,6 +301,7 @@ impl ServerPersistence {
             },
             restorable: BTreeMap::new(),
             unread: Vec::new(),
+            has_blamed: false,
             private_ledger: open_private_ledger(
                 &registry,
                 stored.remove(PRIVATE_LEDGER).unwrap_or_default(),
@@ -359,7 +362,7 @@ impl ServerPersistence {
                 log::warn!("The supervisor has \"{name}\", which this server does not know");
             }
         }
-        RestorableFunction::blame_one(state.restorable.values_mut());
+        state.has_blamed = RestorableFunction::blame_one(state.restorable.values_mut());
         let state = Mutex::new(state);
         Ok(Self {
             spares: Arc::new(SpareDescriptions::new(registry.clone())),
@@ -406,6 +409,7 @@ impl ServerPersistence {
                 configuration: None,
                 restorable: BTreeMap::new(),
                 unread: Vec::new(),
+                has_blamed: false,
                 private_ledger: Ledger::in_process(),
                 memory_files: BTreeMap::new(),
                 fault_files: BTreeMap::new(),
@@ -477,11 +481,26 @@ impl ServerPersistence {
         let unread = std::mem::take(&mut self.state().unread);
         let had_unread = !unread.is_empty();
         for UnreadFunction { store_key, reason } in unread {
-            if let Err(unread) = self.try_reread(&store_key) {
-                if unread.reason != reason {
-                    unread.log();
+            match self.try_reread(&store_key) {
+                Ok(None) => {}
+                Ok(Some(mut function)) => {
+                    let mut state = self.state();
+                    match state.has_blamed {
+                        true => function.acquit(),
+                        false => {
+                            let suspects = [&mut function].into_iter();
+                            state.has_blamed = RestorableFunction::blame_one(suspects);
+                        }
+                    }
+                    drop(state);
+                    self.return_function(function);
                 }
-                self.state().unread.push(unread);
+                Err(unread) => {
+                    if unread.reason != reason {
+                        unread.log();
+                    }
+                    self.state().unread.push(unread);
+                }
             }
         }
         had_unread && self.state().unread.is_empty()
@@ -596,19 +615,25 @@ impl ServerPersistence {
     /// Makes a function that could not be restored restorable again: reads its descriptors anew, for a later attempt or a
     /// successor.
     pub(crate) fn reread_function(&self, store_key: &FdStoreKey) {
-        if let Err(unread) = self.try_reread(store_key) {
-            unread.log();
-            self.state().unread.push(unread);
+        match self.try_reread(store_key) {
+            Ok(function) => function.into_iter().for_each(|it| self.return_function(it)),
+            Err(unread) => {
+                unread.log();
+                self.state().unread.push(unread);
+            }
         }
     }
 
-    /// Reads a function's descriptors anew. A function that can never be read is removed from the supervisor.
-    fn try_reread(&self, store_key: &FdStoreKey) -> Result<(), UnreadFunction> {
+    /// Reads a function's descriptors anew. A function that can never be read is removed from the supervisor: returns `None`.
+    fn try_reread(
+        &self,
+        store_key: &FdStoreKey,
+    ) -> Result<Option<RestorableFunction>, UnreadFunction> {
         let descriptors = self.registry.descriptors(&store_key.name);
         let read = descriptors.map_err(RestoreError::from);
         match read.and_then(|descriptors| RestorableFunction::read(store_key.clone(), descriptors))
         {
-            Ok(function) => self.return_function(function),
+            Ok(function) => return Ok(Some(function)),
             Err(error) if error.is_transient() => {
                 return Err(UnreadFunction::new(store_key.clone(), &error));
             }
@@ -621,7 +646,7 @@ impl ServerPersistence {
                 store_key.forget_and_wait();
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Removes and returns the predecessor's function with this socket.

@@ -402,8 +402,8 @@ impl RestorableFunction {
         if count >= CRASHES_TO_RELEASE {
             return Err(RestoreError::Crashes(count));
         }
-        let record =
-            inflight.and_then(|inflight| InflightFile::read_pinning(inflight.as_fd()).ok());
+        let record = inflight.map(|inflight| InflightFile::read_pinning(inflight.as_fd()));
+        let record = RestoreError::unless_transient(record.transpose())?.flatten();
         let pinning = record.as_ref().and_then(PinningRecord::interrupted_bytes);
         let account = MemoryAccount::for_host();
         let exhausting = record.and_then(|record| record.interrupted_by_shortage(&account));
@@ -480,27 +480,41 @@ impl RestorableFunction {
     }
 
     /// Decides which function is quarantined if the kernel killed a process for lack of memory: the one with the most bytes
-    /// being pinned. The other functions are restored last. Functions that an earlier server blamed stay blamed.
-    pub(super) fn blame_one<'a>(functions: impl Iterator<Item = &'a mut Self>) {
+    /// being pinned. The other functions are restored last. Functions that an earlier server blamed stay blamed. Returns
+    /// whether a function was blamed.
+    pub(super) fn blame_one<'a>(functions: impl Iterator<Item = &'a mut Self>) -> bool {
         let mut suspects: Vec<_> = functions
-            .filter_map(|function| {
-                Some((
-                    function.exhausting_pinning?,
-                    function.pinning_record()?,
-                    function,
-                ))
-            })
-            .filter(|(_, record, _)| !record.is_blamed())
+            .filter_map(|function| Some((function.exhausting_pinning?, function)))
+            .filter(|(_, function)| !function.is_blamed())
             .collect();
-        suspects.sort_by_key(|(bytes, ..)| *bytes);
-        if let Some((_, record, _)) = suspects.pop() {
+        suspects.sort_by_key(|(bytes, _)| *bytes);
+        let guilty = suspects.pop();
+        if let Some(record) = guilty
+            .as_ref()
+            .and_then(|(_, guilty)| guilty.pinning_record())
+        {
             record.blame();
         }
-        let account = MemoryAccount::for_host();
-        for (_, record, function) in suspects {
-            record.acquit(&account);
-            function.exhausting_pinning = None;
+        for (_, function) in suspects {
+            function.acquit();
         }
+        guilty.is_some()
+    }
+
+    /// Records that the function's pinning did not cause a lack of memory, unless an earlier server has blamed it.
+    pub(super) fn acquit(&mut self) {
+        if self.is_blamed() {
+            return;
+        }
+        if let Some(record) = self.pinning_record() {
+            record.acquit(&MemoryAccount::for_host());
+        }
+        self.exhausting_pinning = None;
+    }
+
+    fn is_blamed(&self) -> bool {
+        let record = self.pinning_record();
+        record.is_some_and(|record| record.is_blamed())
     }
 
     fn pinning_record(&self) -> Option<PinningRecord> {

@@ -26,6 +26,9 @@ const QUEUE_LEN: usize = 64;
 /// Interval between attempts to restore functions whose VMs wait for a server.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Maximum interval between attempts that take long.
+const RETRY_INTERVAL_MAX: Duration = Duration::from_secs(5);
+
 /// A change, and the channel for its reply. The channel is `None` for a reload by SIGHUP, which has no client.
 pub(super) type ChangeRequest = (FunctionChange, Option<ChangeReply>);
 
@@ -110,10 +113,10 @@ fn run_changes(
 ) -> FunctionRegistry {
     abort_on_panic();
     // Functions that the start has postponed are restored now, so the first retry follows immediately.
-    let mut pause = Duration::ZERO;
+    let mut next_retry = Duration::ZERO;
     loop {
         let request = match registry.has_waiting_vms() {
-            true => requests.recv_timeout(pause),
+            true => requests.recv_timeout(next_retry.saturating_sub(clock::monotonic())),
             false => requests.recv().map_err(|_| RecvTimeoutError::Disconnected),
         };
         let (change, reply) = match request {
@@ -121,8 +124,10 @@ fn run_changes(
             Err(RecvTimeoutError::Timeout) => {
                 let start = clock::monotonic();
                 registry.retry_waiting();
-                // A drive that does not answer delays each attempt. Other changes get at least half of the time.
-                pause = RETRY_INTERVAL.max(clock::monotonic().saturating_sub(start));
+                // A drive that does not answer delays each attempt. Changes get time between attempts.
+                let end = clock::monotonic();
+                let took = end.saturating_sub(start);
+                next_retry = end + took.clamp(RETRY_INTERVAL, RETRY_INTERVAL_MAX);
                 continue;
             }
             Err(RecvTimeoutError::Disconnected) => break,
@@ -177,6 +182,7 @@ fn apply_change(
     registry.check_running()?;
     Ok(match change {
         FunctionChange::Add { options } => {
+            registry.check_all_read()?;
             let entry = registry.add(options.parse()?)?;
             let (id, socket) = (entry.id.as_str(), entry.socket.display());
             log::info!(function = id; "Added function {id} on {socket}");
@@ -202,6 +208,7 @@ fn apply_change(
             bytes,
             truncate,
         } => {
+            registry.check_all_read()?;
             let entry = registry.resize(&id, ByteSize(bytes), truncate)?;
             let id = entry.id.as_str();
             log::info!(function = id; "Function {id} has a size of {} now", ByteSize(bytes));
@@ -216,6 +223,7 @@ fn apply_change(
         // Not reached: upgrades are handled before this match, by `upgrade_server`.
         FunctionChange::Upgrade { .. } => return Err(ChangeError::Ending),
         FunctionChange::Reload { force } => {
+            registry.check_all_read()?;
             let reloaded = registry.reload(force)?;
             let ReloadResult {
                 added,

@@ -146,6 +146,15 @@ pub enum LimitsError {
 /// Error of changing the functions. Where the variant does not say otherwise, nothing has changed.
 #[derive(Debug, Error)]
 pub enum ChangeError {
+    /// A function of the predecessor cannot be read yet, and may be one that the change concerns.
+    #[error(
+        "A function of the previous server cannot be read yet, so functions stay as they are: {reason}. Free what the \
+         server lacks, and repeat the change"
+    )]
+    Unread {
+        /// The reason why the function cannot be read.
+        reason: String,
+    },
     /// The options are invalid.
     #[error(transparent)]
     Option(#[from] OptionError),

@@ -241,9 +241,9 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     {
         // A supervisor gives up after several deaths within a minute, and a shortage may last longer.
         log::error!(
-            "The server ends in {} s, and cannot serve what it has not restored: {}",
-            SHORTAGE_PAUSE.as_secs(),
-            report::chain(error)
+            "The server cannot start for lack of a resource: {}. It ends in {} s, and serves what it has restored until then",
+            report::chain(error),
+            SHORTAGE_PAUSE.as_secs()
         );
         clock::sleep(SHORTAGE_PAUSE);
     }

@@ -13,6 +13,7 @@ use nvme_lease::backing_id::{BackingId, start_location};
 use nvme_models::DriveProfile;
 use nvme_mpt::Drive;
 use nvme_mpt_memory::deadline::{Deadline, SystemClock};
+use nvme_mpt_memory::system;
 use nvme_mpt_vmm::drives::{
     self, DriveOptions, DrivePath, OpenDriveError, PersistedDriveDescriptors,
 };
@@ -254,7 +255,10 @@ impl OpenDrives {
     pub(super) fn close_moved(&mut self, is_used: impl Fn(&Arc<Drive>) -> bool) {
         self.0.retain(|open| {
             let deadline = Deadline::after(&SystemClock::shared(), UNUSED_LOOKUP_TIMEOUT);
-            let is_elsewhere = |moved: MovedDrive| moved.reason.kind() != io::ErrorKind::TimedOut;
+            let is_elsewhere = |moved: MovedDrive| {
+                moved.reason.kind() != io::ErrorKind::TimedOut
+                    && !system::is_exhaustion(&moved.reason)
+            };
             is_used(&open.drive) || !open.find_move(&deadline).is_some_and(is_elsewhere)
         });
     }

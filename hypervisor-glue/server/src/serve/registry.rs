@@ -267,6 +267,15 @@ impl FunctionRegistry {
         Ok(())
     }
 
+    /// Returns an error if a function of the predecessor cannot be read yet: a change might take its place.
+    pub(super) fn check_all_read(&self) -> Result<(), ChangeError> {
+        let persistence = self.context.persistence.as_ref();
+        match persistence.and_then(|persistence| persistence.unread_reason()) {
+            Some(reason) => Err(ChangeError::Unread { reason }),
+            None => Ok(()),
+        }
+    }
+
     /// Returns an error if the server is ending.
     pub(super) fn check_running(&self) -> Result<(), ChangeError> {
         match self.context.stop.load(Ordering::Relaxed) {
@@ -949,31 +958,41 @@ impl FunctionRegistry {
             ..
         } = self;
         drives.close_moved(|drive| is_used(drive, functions, held));
-        self.retry_missing_drives();
-        let Some(persistence) = self.context.persistence.clone() else {
-            return;
-        };
-        if persistence.reread_unread() {
-            self.forget_unlisted();
+        // A drive that could not be opened is tried once in a round.
+        let mut unavailable = Vec::new();
+        if let Some(persistence) = self.context.persistence.clone() {
+            // While a function is unread, all failed functions wait for it. They are tried once it has been read, too.
+            let failed = self.failed.iter();
+            let waiting = failed.filter(|failed| failed.has_waiting_vm(Some(&persistence)));
+            let sockets = waiting.map(|failed| failed.entry.socket.clone());
+            let mut sockets: Vec<PathBuf> = sockets.collect();
+            if persistence.reread_unread() {
+                self.forget_unlisted();
+            }
+            sockets.sort_by_key(|socket| restore_sort_key(persistence.restore_order(socket)));
+            for socket in sockets {
+                if self.check_running().is_err() {
+                    return;
+                }
+                self.retry_failed(&socket, &mut unavailable);
+            }
         }
-        let failed = self.failed.iter();
-        let waiting = failed.filter(|failed| failed.has_waiting_vm(Some(&persistence)));
-        let sockets = waiting.map(|failed| failed.entry.socket.clone());
-        let mut sockets: Vec<PathBuf> = sockets.collect();
-        sockets.sort_by_key(|socket| restore_sort_key(persistence.restore_order(socket)));
-        for socket in sockets {
-            self.retry_failed(&socket);
-        }
+        self.retry_missing_drives(&mut unavailable);
     }
 
     /// Tries again to open the drives that the predecessor kept open. VMs get their leases on a drive once it is open.
-    fn retry_missing_drives(&mut self) {
+    fn retry_missing_drives(&mut self, unavailable: &mut Vec<DrivePath>) {
         // A drive stays missing during its attempt, so that another declaration of its path opens it with its options.
         let mut place = 0;
         while let Some(missing) = self.missing_drives.get(place) {
             let declaration = missing.declaration.clone();
             let path = declaration.options.drive.path.clone();
+            if unavailable.contains(&path) || self.check_running().is_err() {
+                place += 1;
+                continue;
+            }
             if let Err(error) = self.open_held(vec![declaration]) {
+                unavailable.push(path);
                 let reason = report::chain(&error);
                 let missing = &mut self.missing_drives[place];
                 if reason != missing.reason {
@@ -989,9 +1008,9 @@ impl FunctionRegistry {
         }
     }
 
-    /// Tries again to serve the failed function with this socket. The stored configuration stays unchanged, since it
-    /// contains failed functions, too.
-    fn retry_failed(&mut self, socket: &Path) {
+    /// Tries again to serve the failed function with this socket, unless its drive is unavailable. The stored configuration
+    /// stays unchanged, since it contains failed functions, too.
+    fn retry_failed(&mut self, socket: &Path, unavailable: &mut Vec<DrivePath>) {
         let mut failed = self.failed.iter();
         let Some(place) = failed.position(|failed| failed.entry.socket == *socket) else {
             return;
@@ -999,10 +1018,20 @@ impl FunctionRegistry {
         let Some(declaration) = self.failed[place].declaration() else {
             return;
         };
+        let path = &declaration.options.function.path;
+        if unavailable.contains(path) {
+            return;
+        }
         let mut failed = self.failed.remove(place);
         let id = failed.entry.id.clone();
         let offered = self.serve(&declaration, std::slice::from_ref(&declaration));
         if let Err(error) = offered {
+            if matches!(
+                error,
+                FunctionRegistrationError::Drive(FunctionDriveError::Open(_))
+            ) {
+                unavailable.push(path.clone());
+            }
             let reason = report::chain(&error);
             let known = matches!(&failed.entry.state, FunctionStatus::Failed { reason: known } if *known == reason);
             if !known {
@@ -1490,7 +1519,7 @@ mod tests {
     }
 
     #[test]
-    fn no_function_is_served_anew_while_one_of_the_predecessor_is_unread() {
+    fn no_function_is_served_anew_or_changed_while_one_of_the_predecessor_is_unread() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path();
         create_drive(dir);
@@ -1506,5 +1535,13 @@ mod tests {
         };
         assert!(reason.contains("RLIMIT_NOFILE"), "{reason}");
         assert!(registry.has_waiting_vms());
+        let refused = registry.check_all_read().unwrap_err();
+        assert!(matches!(refused, ChangeError::Unread { .. }), "{refused:?}");
+        // The unread function turns out to be lost. The other one is served then.
+        registry.retry_waiting();
+        registry.check_all_read().unwrap();
+        assert!(registry.failed.is_empty(), "{:?}", registry.failed);
+        assert!(!registry.has_waiting_vms());
+        registry.end().unwrap();
     }
 }

@@ -7,8 +7,8 @@ use super::registry::FunctionRegistry;
 /// The functions of a server that may still fail to start.
 ///
 /// Dropping a [`FunctionRegistry`] ends its functions for good: their state is removed from the supervisor, and their VMs lose
-/// their drives. If the start fails after functions of the predecessor were restored, they are leaked instead. The process then
-/// ends as in a crash, and the next one restores them.
+/// their drives. If the start fails after functions of the predecessor were restored, the registry is leaked instead. The
+/// process then ends as in a crash, and the next one restores the functions.
 #[derive(Debug)]
 pub(super) struct StartingRegistry(Option<FunctionRegistry>);
 

@@ -6,8 +6,8 @@
 //! submitted to the drive yet wait for the end of the reset.
 //!
 //! Registers that read as all ones do not prove that the drive was removed: its link may be down, or the kernel may be
-//! resetting the function. The reset therefore waits for `CAP.TO` plus [`LINK_TIMEOUT`] at most. The drive is given up earlier
-//! if the host wants its function back.
+//! resetting the function. The reset therefore waits for the ready timeout (at most [`UNRESPONSIVE_MAX`]) plus
+//! [`LINK_TIMEOUT`]. The drive is given up earlier if the host wants its function back.
 //!
 //! A reset may take minutes and does not hold the lock of the pairs meanwhile. Reservations can end during a reset, but new
 //! ones are refused. A queue that needs a pair waits until the reset is over or the drive is given up.

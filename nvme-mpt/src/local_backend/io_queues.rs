@@ -113,7 +113,7 @@ impl CreatedCompletionQueue {
         }
     }
 
-    /// Holds the shadow queue here, without a reference to the VM's memory.
+    /// Stores a shadow queue that has left its poller, and drops the queue's reference to the VM's memory.
     pub(super) fn hold_detached(&mut self, mut queue: Box<ShadowQueue>) {
         queue.release_memory();
         self.detached = Some(queue);

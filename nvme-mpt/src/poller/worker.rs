@@ -105,10 +105,10 @@ pub(crate) struct QueueRemoval {
 }
 
 impl QueueRemoval {
-    /// Cancels the removal, after [`Poller::cancel_removal`], so that the queue stays with its poller. Returns the queue if it
-    /// has already left.
+    /// Completes a cancellation, after [`Poller::cancel_removal`] was called: the queue stays with its poller. Returns the queue
+    /// if it has already left.
     ///
-    /// Does not wait for the poller's next pass, because a function may block the thread in the kernel.
+    /// Does not wait for the poller's next pass, because another function may be blocking the poller in the kernel.
     pub(crate) fn cancel(self) -> Option<Box<ShadowQueue>> {
         match self.is_decided.swap(true, Ordering::AcqRel) {
             false => None,

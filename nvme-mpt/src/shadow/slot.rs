@@ -73,8 +73,8 @@ pub(crate) struct CommandSlot {
     pub(crate) slba: u64,
     /// Time at which the command was taken from the guest's queue.
     pub(crate) taken_at: Ticks,
-    /// Command sent to the host controller, or, for a command in parts, the whole command. Its Data Pointer and the slot's
-    /// list, both of which the guest cannot change, describe the data.
+    /// Command sent to the host controller; for a split command, the whole command. Its Data Pointer and the slot's list
+    /// describe the data. The guest can change neither.
     pub(crate) host: Sqe,
 }
 

@@ -58,8 +58,8 @@ pub(super) struct GuestAdminRings {
     /// Value of each doorbell in the Doorbell Buffer at the last read. A change shows that the driver uses the buffer for the
     /// admin queue.
     seen_buffered: [u32; 2],
-    /// For each doorbell (tail, head), number of positions by which a register may be behind `seen` and still count as old: its
-    /// value is then one that the driver stored in the Doorbell Buffer before, and is ignored.
+    /// For each doorbell (tail, head): a register that is up to this many positions behind `seen` is ignored, because the driver
+    /// has stored its value in the Doorbell Buffer earlier.
     lag_max: [u32; 2],
     buffer: Option<DoorbellBuffer>,
 }

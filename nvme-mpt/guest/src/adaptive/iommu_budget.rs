@@ -65,14 +65,15 @@ pub struct IommuBudgetUse {
     pub by_vms: u64,
 }
 
-/// Refusal of further mappings or addresses for a VM.
+/// Refusal of further mappings or IOVAs for a VM. All fields have the unit of what was refused: mappings, or bytes of IOVA
+/// space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IommuShareRefusal {
-    /// Mappings or bytes of addresses that the VM has.
+    /// Amount that the VM has.
     pub taken: u64,
-    /// Mappings or bytes of addresses that are left for all VMs together.
+    /// Amount that is left for all VMs together.
     pub left: u64,
-    /// Mappings or bytes of addresses that the IOMMU has in total.
+    /// Total amount of the IOMMU.
     pub max: u64,
 }
 

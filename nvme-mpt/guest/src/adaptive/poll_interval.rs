@@ -12,12 +12,11 @@ use super::PolicyChoice;
 /// Shortest poll interval.
 const MIN: Duration = Duration::from_micros(50);
 
-/// Poll interval while work is pending, and shortly after work: the idle time divided by the first number, at most the second
-/// value.
+/// Divisor and maximum of the poll interval while work is pending, and shortly after work. The interval is the idle time
+/// divided by the divisor.
 const FAST: (u32, Duration) = (8, Duration::from_millis(1));
 
-/// Poll interval after a longer idle time: the idle time divided by the first number, at most the second value (50 polls per
-/// second).
+/// Divisor and maximum of the poll interval after a longer idle time. The maximum gives 50 polls per second.
 const SLOW: (u32, Duration) = (64, Duration::from_millis(20));
 
 /// Policy for the poll interval of untrapped doorbells.

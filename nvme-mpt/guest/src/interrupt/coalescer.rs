@@ -111,8 +111,8 @@ impl InterruptCoalescer {
         self.held_until
     }
 
-    /// Signals the vector if the guest, which has these outstanding commands, needs an interrupt now. Returns whether the
-    /// vector was signalled.
+    /// Signals the vector if a guest with `outstanding` commands needs an interrupt now. Returns whether the vector was
+    /// signalled.
     #[inline]
     pub fn signal_if_due(&mut self, outstanding: OutstandingCommands, now: Ticks) -> bool {
         let unconsumed = outstanding.unconsumed;

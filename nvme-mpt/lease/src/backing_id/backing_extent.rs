@@ -21,7 +21,8 @@ pub(crate) struct BackingExtent {
 impl BackingExtent {
     /// Returns whether the extents may have a byte in common.
     ///
-    /// If both extents have the same base, their offsets are compared. Otherwise the extents below them are compared as well.
+    /// If both extents have the same base, their offsets are compared. Otherwise each extent, and each extent below it, is
+    /// compared with those of the other.
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
         if self.base == other.base {
             return self.overlaps_in_base(other);

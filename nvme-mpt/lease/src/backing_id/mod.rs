@@ -219,9 +219,9 @@ pub(crate) fn boot_id() -> String {
     KernelFiles::host().boot_id()
 }
 
-/// Returns a name for the place of a drive's first byte: its base and the offset there, taken from the drive's
-/// [identity](DriveIdentity::name). It finds a drive again after it grew, or after a device below it changed, such as a member
-/// of a RAID: then the identity is another one, but the name of the place is not.
+/// Returns a name for the location of a drive's first byte: the base and the offset in the drive's
+/// [identity](DriveIdentity::name). If the drive grows, or a device below it changes (such as a member of a RAID), the drive's
+/// identity changes, but this name does not.
 #[must_use]
 pub fn start_location(identity: &str) -> String {
     backing_extent::start_location(identity)

@@ -87,8 +87,8 @@ impl FileRangeLock {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the open file that has the lock. I/O that keeps the file open also keeps the lock, even if the process is
-    /// killed. Dropping the `FileRangeLock` releases the lock at any time.
+    /// Returns the open file that has the lock. If the process is killed, I/O that keeps the file open also keeps the lock.
+    /// Dropping the `FileRangeLock` releases the lock even if such I/O is in flight.
     pub const fn file(&self) -> &File {
         &self.file
     }

@@ -40,7 +40,7 @@ pub(crate) struct SubmissionQueue {
     /// Queue identifier and head, as completions report them. The head is updated once per batch.
     pub(super) position: SubmissionQueuePosition,
     pub(super) doorbell: DoorbellSource,
-    /// Last value of the doorbell that was beyond the queue, if there was one. It was reported once, and is ignored.
+    /// Last doorbell value beyond the queue, if any. It was reported once; repetitions of it are ignored.
     pub(super) bad_tail: Option<u32>,
     pub(super) counters: Arc<QueueCounters>,
     /// In-flight tracking of the queue's head, if the queue may outlive this process.

@@ -100,7 +100,7 @@ impl LeaseShare {
         self.dispatched_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Returns whether the lease has used up the bytes that may go to the drive before the next survey.
+    /// Returns whether the lease has used up its limit of bytes until the drive monitor measures the leases again.
     #[inline]
     pub(super) fn is_at_limit(&self) -> bool {
         self.dispatched_bytes.load(Ordering::Relaxed) >= self.dispatch_limit.load(Ordering::Relaxed)

@@ -106,11 +106,11 @@ fn has_consent(subject: &ScratchNamespace, yes: bool) -> bool {
     if yes && former_use.is_none() {
         return true;
     }
-    let shown = former_use.map_or(String::new(), |shown| format!(", which has {shown}"));
+    let shown = former_use.map_or(String::new(), |shown| format!(", which has {shown},"));
     let mut asked = io::stderr().lock();
     let question = writeln!(
         asked,
-        "Namespace {nsid} of {drive}{shown}, is ERASED. Type {word} to continue:"
+        "Namespace {nsid} of {drive}{shown} is ERASED. Type {word} to continue:"
     );
     let mut answer = String::new();
     question.is_ok() && io::stdin().lock().read_line(&mut answer).is_ok() && answer.trim() == word

@@ -45,7 +45,8 @@ fn no_message_suggests_creating_an_absent_device_as_a_file() {
     assert!(!message.contains("truncate"), "{message}");
     let function = ["--function", "socket=a.sock,path=absent.img"];
     let message = error_text(&bench, "serve", &function);
-    assert!(message.contains("create it with: truncate -s"), "{message}");
+    assert!(message.contains("move it back"), "{message}");
+    assert!(message.contains("created with: truncate -s"), "{message}");
 }
 
 #[test]

@@ -125,7 +125,9 @@ pub enum OpenDriveError {
     )]
     NoDevice(String),
     /// The file does not exist.
-    #[error("Drive file `{0}` does not exist; create it with: truncate -s 16G {0}")]
+    #[error(
+        "Drive file `{0}` does not exist: if it was moved, move it back; a new drive is created with: truncate -s 16G {0}"
+    )]
     NotFound(String),
     /// The drive has no such namespace, or the namespace is smaller than a block.
     #[error(transparent)]

@@ -115,6 +115,7 @@ mod apic;
 pub mod control_loop;
 mod device;
 pub mod drives;
+mod function_thread;
 #[cfg(all(feature = "kvm", target_arch = "x86_64"))]
 pub mod kvm;
 mod ledger_writer;
@@ -131,6 +132,7 @@ mod vmm;
 
 pub use apic::local_apic;
 pub use device::{DeviceError, FunctionDevice, FunctionFactory};
+pub use function_thread::{FunctionThread, SpawnerThread};
 pub use mapped_doorbells::DoorbellMappingStats;
 pub use nvme_guest::threads::ThreadWork;
 pub use nvme_guest::{DirtyRange, Gpa, MemoryRegion, VmmMapping};

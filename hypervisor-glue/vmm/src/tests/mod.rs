@@ -1,5 +1,6 @@
 //! A function in a fake VMM that records the function's requests.
 
+mod function_thread;
 mod hand_over;
 
 use std::collections::BTreeMap;

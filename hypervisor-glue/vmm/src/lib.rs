@@ -94,8 +94,8 @@
 //!
 //! - `kvm`: the module `kvm`, for x86-64 only, because its interrupt routes are those of a PC.
 //! - `key-value-files`: drives of keys and values in files.
-//! - `toml`: the options `profile=` and `faults=`, whose values are written in TOML. Without this feature, `faults=none` works,
-//!   and any other value is refused.
+//! - `toml`: the options `profile=` and `faults=`, whose values are written in TOML. Without this feature, they are unknown
+//!   options.
 //!
 //! # Not implemented
 //!

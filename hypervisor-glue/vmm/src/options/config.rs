@@ -12,7 +12,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::error::OptionError;
 use super::function::FunctionOptions;
-use super::option_table::{NO_PATH, OPTIONS};
+use super::option_table::{NO_PATH, OPTIONS, OptionHelp};
 use super::option_text::OptionText;
 use super::parsed_options::ParsedFunctionOptions;
 use crate::drives::{DrivePath, is_block_device};
@@ -25,6 +25,13 @@ pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
 /// Key of [`FunctionConfig::state_dir`].
 const STATE_DIR_KEY: &str = "state_dir";
+
+/// Help of [`FunctionConfig::state_dir`].
+pub(super) const STATE_DIR_HELP: OptionHelp = OptionHelp {
+    key: STATE_DIR_KEY,
+    value: "DIR",
+    help: "directory with the ledger of leases and the sockets of drive servers [default: /var/lib/nvme-mpt]",
+};
 
 /// Configuration of a function: the options of [`FunctionOptions`] as text.
 ///

@@ -1,6 +1,7 @@
 //! Help texts of options, made from the [table of options](super::option_table).
 
-use super::option_table::{OptionHelp, server_options};
+use super::config::STATE_DIR_HELP;
+use super::option_table::{OPTIONS, OptionHelp, server_options};
 
 /// Mandatory options.
 const REQUIRED: [&str; 2] = ["socket", "path"];
@@ -35,12 +36,23 @@ pub fn synopsis() -> String {
 /// Returns the help of all options of a server's function.
 #[must_use]
 pub fn help() -> String {
-    let width = server_options()
-        .map(|option| option.key.len())
-        .max()
-        .unwrap_or(0);
+    wrapped_help(server_options())
+}
+
+/// Returns the help of all keys of a function in a VMM's own configuration, which are
+/// [`FunctionConfig::KEYS`](super::FunctionConfig::KEYS).
+#[must_use]
+pub fn config_help() -> String {
+    let options = OPTIONS.iter().map(|option| &option.help);
+    let options = options.filter(|option| option.key != "id");
+    wrapped_help(options.chain([&STATE_DIR_HELP]))
+}
+
+fn wrapped_help<'a>(options: impl Iterator<Item = &'a OptionHelp> + Clone) -> String {
+    let width = options.clone().map(|option| option.key.len()).max();
+    let width = width.unwrap_or(0);
     let mut text = String::new();
-    for OptionHelp { key, help, .. } in server_options() {
+    for OptionHelp { key, help, .. } in options {
         let mut line = format!("  {key:width$} ");
         for word in help.split_whitespace() {
             if line.len() + 1 + word.len() > LINE_MAX {
@@ -59,6 +71,7 @@ pub fn help() -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::FunctionConfig;
     use super::*;
 
     #[test]
@@ -76,5 +89,15 @@ mod tests {
         for line in synopsis.lines().chain(help.lines()) {
             assert!(line.len() <= LINE_MAX, "{line}");
         }
+    }
+
+    #[test]
+    fn help_of_a_configuration_has_a_line_for_every_key_and_no_other() {
+        let help = config_help();
+        let keys = help
+            .lines()
+            .filter(|line| !line.starts_with("   "))
+            .filter_map(|line| line.split_whitespace().next());
+        assert_eq!(keys.collect::<Vec<_>>(), FunctionConfig::KEYS);
     }
 }

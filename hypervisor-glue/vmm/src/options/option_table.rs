@@ -5,14 +5,17 @@
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+#[cfg(feature = "toml")]
 use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_guest::MemoryKinds;
 use nvme_guest::doorbell::MAX_QUEUE_PAIRS;
 use nvme_guest::rate_limit::RateLimit;
+#[cfg(feature = "toml")]
 use nvme_layers::faults::FaultPlan;
 use nvme_lease::range::{ByteSize, SizeError};
+#[cfg(feature = "toml")]
 use nvme_models::DriveProfile;
 use nvme_spec::ids::Nsid;
 
@@ -89,6 +92,7 @@ impl FunctionOption {
         Self { refusals, ..self }
     }
 
+    #[cfg(feature = "toml")]
     const fn with_file(self, names_file: fn(&str) -> bool) -> Self {
         let names_file = Some(names_file);
         Self { names_file, ..self }
@@ -340,6 +344,8 @@ disk image or of LUKS [default: its first lease is refused]",
         |options| !is_file(options),
         "only a file or block device of the host can be a disk image",
     )]),
+    // The values of these two are written in TOML.
+    #[cfg(feature = "toml")]
     option(
         "profile",
         "PROFILE",
@@ -351,6 +357,7 @@ as it can be]",
     .of(OptionScope::Drive)
     .with_file(|name| name.contains('/'))
     .refused_for(&[(is_physical, "a physical drive has its own timing")]),
+    #[cfg(feature = "toml")]
     option(
         "faults",
         "PLAN",
@@ -575,6 +582,7 @@ impl OptionText {
 }
 
 /// Value of the option `faults` that names no file.
+#[cfg(feature = "toml")]
 const NO_FAULTS: &str = "none";
 
 fn parse_number(text: &str) -> Result<Option<u64>, ValueError> {

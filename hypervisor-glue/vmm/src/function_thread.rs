@@ -10,7 +10,8 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
+use std::time::Duration;
 
 use nvme_guest::threads::{ThreadWork, start_thread};
 use nvme_mpt::PollerPool;
@@ -26,6 +27,9 @@ use crate::vmm::Vmm;
 /// uses no more memory.
 const POSTED_CALLS_MAX: usize = 64;
 
+/// Time for which [`FunctionThread::resize`] waits for its end.
+const RESIZE_WAIT: Duration = Duration::from_secs(5);
+
 type Call = Box<dyn FnOnce(&FunctionDevice) + Send>;
 
 /// A function, and the thread that does all work on it: starting it, the guest's register accesses, changes of guest memory,
@@ -37,6 +41,7 @@ type Call = Box<dyn FnOnce(&FunctionDevice) + Send>;
 /// Dropping this stops the function, and waits until it has ended.
 pub struct FunctionThread {
     id: String,
+    vmm: Arc<dyn Vmm>,
     /// `None` only while this is dropped.
     calls: Option<SyncSender<Call>>,
     thread: Option<JoinHandle<()>>,
@@ -77,6 +82,7 @@ impl FunctionThread {
         started.recv().map_err(|_| panicked())??;
         Ok(Self {
             id: id.to_owned(),
+            vmm,
             calls: Some(calls),
             thread: Some(thread),
         })
@@ -112,6 +118,37 @@ impl FunctionThread {
         if let Some(calls) = &self.calls {
             // Fails if the thread has panicked. A slot without function drops writes as well.
             let _ = calls.send(Box::new(work));
+        }
+    }
+
+    /// Grows the function's lease, which was requested by size, to `bytes`, on a thread for that. Added blocks that have
+    /// earlier data are wiped. If that takes more than five seconds, it continues after this returns, and an error is in the
+    /// log.
+    ///
+    /// # Errors
+    /// [`DeviceError::Resize`], [`DeviceError::ServerLease`], [`DeviceError::HandedOver`], [`DeviceError::Empty`],
+    /// [`DeviceError::Panicked`], [`DeviceError::Thread`].
+    pub fn resize(&self, bytes: u64) -> Result<(), DeviceError> {
+        let resizer = self.call(FunctionDevice::lease_resizer)??;
+        let (report_end, ended) = mpsc::channel();
+        let id = self.id.clone();
+        let work = move || {
+            if let Err(mpsc::SendError(Err(error))) = report_end.send(resizer.grow(bytes)) {
+                log::error!("{id}: {}", report::chain(&error));
+            }
+        };
+        let spawned = self.vmm.spawn("resize", Box::new(work));
+        spawned.map_err(|source| DeviceError::Thread {
+            id: self.id.clone(),
+            source,
+        })?;
+        match ended.recv_timeout(RESIZE_WAIT) {
+            Ok(result) => result,
+            Err(RecvTimeoutError::Timeout) => {
+                log::info!("{}: the added blocks are being wiped", self.id);
+                Ok(())
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(DeviceError::Panicked(self.id.clone())),
         }
     }
 

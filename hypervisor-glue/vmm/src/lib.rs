@@ -131,9 +131,10 @@ mod vector_routes;
 mod vmm;
 
 pub use apic::local_apic;
-pub use device::{DeviceError, FunctionDevice, FunctionFactory};
+pub use device::{DeviceError, FunctionDevice, FunctionFactory, LeaseResizer};
 pub use function_thread::{FunctionThread, SpawnerThread};
 pub use mapped_doorbells::DoorbellMappingStats;
+pub use nvme_guest::stats::{BackendStats, QueueStats};
 pub use nvme_guest::threads::ThreadWork;
 pub use nvme_guest::{DirtyRange, Gpa, MemoryRegion, VmmMapping};
 pub use nvme_mpt::PollerPool;

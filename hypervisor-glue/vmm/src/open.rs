@@ -22,7 +22,7 @@ use nvme_mpt::{
     BackendOptions, Drive, LocalBackend, LocalBackendConfig, LocalBackendError, PollerPool,
     SharedBackendPartsSource,
 };
-use nvme_mpt_lease_protocol::attach_any_server;
+use nvme_mpt_lease_protocol::{RemoteBackend, attach_any_server};
 use thiserror::Error;
 
 use crate::drives::{self, DrivePath, OpenDriveError};
@@ -555,6 +555,37 @@ pub fn attach_open_drive(
     attach_with(options, &drive, ledgers, pollers, parts, stop)
 }
 
+/// Back end of a function.
+pub(crate) enum OpenedBackend {
+    /// This process has the drive.
+    Local(Arc<LocalBackend>),
+    /// A server has the drive.
+    Remote(Arc<RemoteBackend>),
+}
+
+impl OpenedBackend {
+    pub(crate) fn local(&self) -> Option<&Arc<LocalBackend>> {
+        match self {
+            Self::Local(backend) => Some(backend),
+            Self::Remote(_) => None,
+        }
+    }
+
+    fn lease_id(&self) -> &str {
+        match self {
+            Self::Local(backend) => backend.lease().id(),
+            Self::Remote(backend) => backend.id(),
+        }
+    }
+
+    pub(crate) fn into_backend(self) -> Arc<dyn ControllerBackend> {
+        match self {
+            Self::Local(backend) => backend,
+            Self::Remote(backend) => backend,
+        }
+    }
+}
+
 /// Returns the lease id and the controller backend of a function. If a drive server has the drive, the server provides the
 /// backend. Otherwise, this process opens the drive.
 ///
@@ -565,6 +596,16 @@ pub fn open_backend(
     ledgers: &LeaseLedgers,
     pollers: &Arc<PollerPool>,
 ) -> Result<(String, Arc<dyn ControllerBackend>), OpenError> {
+    let opened = open_either_backend(function, ledgers, pollers)?;
+    Ok((opened.lease_id().to_owned(), opened.into_backend()))
+}
+
+/// See [`open_backend`].
+pub(crate) fn open_either_backend(
+    function: &ParsedFunctionOptions,
+    ledgers: &LeaseLedgers,
+    pollers: &Arc<PollerPool>,
+) -> Result<OpenedBackend, OpenError> {
     let options = function.options();
     for caution in options.warnings() {
         log::warn!("A function on {}: {caution}", options.path);
@@ -574,18 +615,15 @@ pub fn open_backend(
         let timeout = options.reconnect;
         let remote_backend =
             attach_any_server(&ledgers.state_dir, &text, timeout, pollers.threads())?;
-        if let Some(host) = remote_backend {
-            return Ok((host.id().to_owned(), Arc::new(host)));
+        if let Some(backend) = remote_backend {
+            return Ok(OpenedBackend::Remote(Arc::new(backend)));
         }
         if sandbox::is_left(function) {
             return Err(OpenError::LeftToServers(options.path.clone()));
         }
     }
-    let local_backend = open(options, ledgers, pollers, &AtomicBool::new(false))?;
-    Ok((
-        local_backend.lease().id().to_owned(),
-        Arc::new(local_backend),
-    ))
+    let backend = open(options, ledgers, pollers, &AtomicBool::new(false))?;
+    Ok(OpenedBackend::Local(Arc::new(backend)))
 }
 
 #[cfg(test)]

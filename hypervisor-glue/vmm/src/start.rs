@@ -7,7 +7,7 @@ use nvme_mpt::PollerPool;
 use thiserror::Error;
 use vmm_device::{MsixMasking, NvmeFunction};
 
-use crate::device::{DeviceError, FunctionDevice, FunctionFactory};
+use crate::device::{DeviceError, FunctionDevice, FunctionFactory, LocalBackendSlot, note_backend};
 use crate::open::{self, LeaseLedgers, OpenError};
 use crate::options::{FunctionConfig, OptionError};
 use crate::vmm::Vmm;
@@ -44,10 +44,16 @@ pub fn start(
     let ledgers = LeaseLedgers::open(&config.state_dir);
     let parsed = config.options_with_text()?;
     let pollers = pollers.clone();
+    let local_backend = LocalBackendSlot::default();
+    let noted_backend = local_backend.clone();
     let make = move || -> Result<NvmeFunction, OpenError> {
-        let (_, host) = open::open_backend(&parsed, &ledgers, &pollers)?;
-        Ok(NvmeFunction::new(host, MsixMasking::Function))
+        let opened = open::open_either_backend(&parsed, &ledgers, &pollers)?;
+        note_backend(&noted_backend, opened.local());
+        Ok(NvmeFunction::new(
+            opened.into_backend(),
+            MsixMasking::Function,
+        ))
     };
-    let device = FunctionDevice::start(id, make()?, vmm)?;
+    let device = FunctionDevice::start(id, make()?, vmm)?.with_local_backend(local_backend);
     Ok(device.with_factory(FunctionFactory::new(make, TAKE_BACK_TIMEOUT)))
 }

@@ -3,6 +3,7 @@
 use std::io;
 
 use nvme_guest::{BackendStateError, DmaError, QueueError};
+use nvme_mpt::local_backend::GrowError;
 use thiserror::Error;
 use vmm_device::{EndError, FunctionStateError};
 
@@ -64,6 +65,12 @@ pub enum DeviceError {
     /// The drive was handed over, and this process cannot open it again.
     #[error("The drive of {0} cannot be taken back; its slot is empty from now on")]
     TakeBack(String, #[source] OpenError),
+    /// The lease cannot grow to the requested size.
+    #[error("The lease cannot be resized; the guest keeps the size that it has")]
+    Resize(#[from] GrowError),
+    /// The function's lease is with a drive server.
+    #[error("The lease of {0} is with a drive server; resize it there, by `nvme-mpt resize`")]
+    ServerLease(String),
     /// The slot has no function.
     #[error("The slot of {0} is empty; remove it")]
     Empty(String),

@@ -3,6 +3,7 @@
 mod error;
 mod function_factory;
 mod hand_over;
+mod resize;
 mod snapshot;
 
 use std::fmt;
@@ -31,6 +32,8 @@ use crate::vmm::Vmm;
 pub use error::DeviceError;
 pub use function_factory::FunctionFactory;
 use function_factory::HandedOverFunction;
+pub use resize::LeaseResizer;
+pub(crate) use resize::{LocalBackendSlot, note_backend};
 
 /// An NVMe function in a VMM's process.
 ///
@@ -44,6 +47,7 @@ pub struct FunctionDevice {
     /// Sizes of the BARs in bytes, in the order of [`Bar::ALL`].
     bar_sizes: [u64; Bar::ALL.len()],
     factory: Option<FunctionFactory>,
+    local_backend: LocalBackendSlot,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -114,6 +118,7 @@ impl FunctionDevice {
             shared,
             bar_sizes,
             factory: None,
+            local_backend: LocalBackendSlot::default(),
             thread: Mutex::new(Some(thread)),
         })
     }

@@ -187,3 +187,47 @@ fn a_thread_that_cannot_be_prepared_starts_no_threads() {
     spawner.run(|| panic!("on purpose")).unwrap_err();
     spawner.spawn("late", Box::new(|| {})).unwrap_err();
 }
+
+/// Returns the size of the lease that the function's back end reports.
+fn capacity_bytes(function: &FunctionThread) -> u64 {
+    let stats = function.call(|device| device.with_function(|function| function.backend().stats()));
+    stats.unwrap().unwrap().capacity_bytes
+}
+
+#[test]
+fn a_lease_by_size_grows_while_the_function_is_used() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, state) = (dir.path().join("drive.img"), dir.path().join("state"));
+    std::fs::write(&path, vec![0xA5; 16 << 20]).unwrap();
+    let [path, state] = [&path, &state].map(|path| path.to_str().unwrap());
+    let value = |key: &str| {
+        let value = match key {
+            "path" => path,
+            "size" => "4M",
+            "unit" => "1M",
+            "lease" => "grown",
+            "format" => "raw",
+            "state_dir" => state,
+            _ => return None,
+        };
+        Some(value.to_owned())
+    };
+    let config = FunctionConfig::from_keys(value).unwrap();
+    let vmm: Arc<dyn Vmm> = Arc::new(SpawningVmm::new());
+    let pollers = poller_pool(vmm.clone());
+    let function = FunctionThread::start(config, "test", vmm, pollers).unwrap();
+    assert_eq!(capacity_bytes(&function), 4 << 20);
+    function.resize(8 << 20).unwrap();
+    assert_eq!(capacity_bytes(&function), 8 << 20);
+    // A smaller size, and one that the drive does not have.
+    for refused in [4 << 20, 1 << 30] {
+        let error = function.resize(refused).unwrap_err();
+        assert!(matches!(error, DeviceError::Resize(_)), "{error:?}");
+        assert_eq!(capacity_bytes(&function), 8 << 20);
+    }
+    function.call(FunctionDevice::stop).unwrap().unwrap();
+    assert!(matches!(
+        function.resize(12 << 20),
+        Err(DeviceError::Empty(_))
+    ));
+}

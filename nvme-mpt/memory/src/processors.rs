@@ -179,7 +179,13 @@ pub fn pin_current_thread(processor: usize) -> io::Result<()> {
 #[must_use]
 pub fn is_virtual_machine() -> bool {
     #[cfg(target_arch = "x86_64")]
-    return std::arch::x86_64::__cpuid(1).ecx & 1 << 31 != 0;
+    {
+        use std::arch::x86_64::{__cpuid, CpuidResult};
+        // Older compilers declare this function unsafe, newer ones safe. Both kinds have this type.
+        let cpuid: unsafe fn(u32) -> CpuidResult = __cpuid;
+        // SAFETY: all x86-64 processors have the instruction CPUID, and leaf 1.
+        unsafe { cpuid(1) }.ecx & 1 << 31 != 0
+    }
     #[cfg(not(target_arch = "x86_64"))]
     false
 }

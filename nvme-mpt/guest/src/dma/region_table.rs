@@ -413,9 +413,12 @@ impl RegionTable {
     #[inline]
     #[must_use]
     pub fn resolve(&self, iova: u64, len: usize, hint: &mut RegionHint) -> Option<RawBytes<'_>> {
-        let (run, offset) = match self.array.get(hint.0) {
-            Some(run) if let Some(offset) = run.offset_of_iova(iova) => (run, offset),
-            _ => self.find_run_by_iova(iova, hint)?,
+        let (run, offset) = if let Some(run) = self.array.get(hint.0)
+            && let Some(offset) = run.offset_of_iova(iova)
+        {
+            (run, offset)
+        } else {
+            self.find_run_by_iova(iova, hint)?
         };
         if len as u64 > run.len - offset {
             return None;

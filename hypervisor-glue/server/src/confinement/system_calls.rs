@@ -304,7 +304,8 @@ const NAMESPACES: libc::c_int = libc::CLONE_NEWCGROUP
 const SOCKET_FAMILIES: [libc::c_int; 3] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6];
 
 /// `ioctl` requests that insert input into a terminal, which a shell on that terminal would execute like typed input.
-const TERMINAL_INPUT_IOCTLS: [libc::Ioctl; 2] = [libc::TIOCSTI, libc::TIOCLINUX];
+/// The kernel reads 32 bits of them, but their types differ between C libraries.
+const TERMINAL_INPUT_IOCTLS: [libc::c_int; 2] = [libc::TIOCSTI as _, libc::TIOCLINUX as _];
 
 /// Returns the compiled filter. Calls that are not on the list get the action `refusal`.
 pub(super) fn build_filter(refusal: SeccompAction) -> Result<BpfProgram, BackendError> {
@@ -333,7 +334,7 @@ fn conditional_rules() -> Result<Vec<(c_long, Vec<SeccompRule>)>, BackendError> 
         SeccompRule::new(vec![is_family])
     });
     let other_requests =
-        TERMINAL_INPUT_IOCTLS.map(|request| argument(1, SeccompCmpOp::Ne, request));
+        TERMINAL_INPUT_IOCTLS.map(|request| argument(1, SeccompCmpOp::Ne, bits(request)));
     let other_requests: Result<Vec<_>, _> = other_requests.into_iter().collect();
     Ok(vec![
         (libc::SYS_clone, vec![without(0, NAMESPACES)?]),

@@ -55,6 +55,27 @@ impl StepContext<'_> {
 
     /// Returns the targets of a `kind` ("bin", "bench") of a package, by the path of its manifest.
     pub(super) fn targets(&self, manifest: &str, kind: &str) -> Result<Vec<String>, VerifyError> {
+        let package = self.package(manifest)?;
+        let targets = package["targets"].as_array().cloned().unwrap_or_default();
+        Ok(targets
+            .iter()
+            .filter(|target| target["kind"][0] == kind)
+            .filter_map(|target| Some(target["name"].as_str()?.to_owned()))
+            .collect())
+    }
+
+    /// Returns the oldest compiler that a package declares, by the path of its manifest.
+    pub(super) fn rust_version(&self, manifest: &str) -> Result<String, VerifyError> {
+        let package = self.package(manifest)?;
+        let version = package["rust_version"].as_str();
+        version.map(str::to_owned).ok_or_else(|| VerifyError::File {
+            path: manifest.into(),
+            source: io::Error::other("rust-version is missing"),
+        })
+    }
+
+    /// Returns what cargo knows of a package, by the path of its manifest. It is null if cargo does not know the package.
+    fn package(&self, manifest: &str) -> Result<Value, VerifyError> {
         let arguments = [
             "metadata",
             "--no-deps",
@@ -71,16 +92,9 @@ impl StepContext<'_> {
         // In a workspace, cargo lists all packages.
         let packages = metadata["packages"].as_array().cloned().unwrap_or_default();
         let package = packages
-            .iter()
+            .into_iter()
             .find(|package| package["manifest_path"] == json!(path));
-        let targets =
-            package.map(|package| package["targets"].as_array().cloned().unwrap_or_default());
-        Ok(targets
-            .unwrap_or_default()
-            .iter()
-            .filter(|target| target["kind"][0] == kind)
-            .filter_map(|target| Some(target["name"].as_str()?.to_owned()))
-            .collect())
+        Ok(package.unwrap_or_default())
     }
 
     /// Runs a program that must succeed.

@@ -10,7 +10,7 @@ use std::thread;
 use super::command::{CountedChecks, TARGET};
 use super::{StepCondition, StepContext, VerifyError, VerifyOptions, VerifyStep, fuzz};
 use crate::checks::FULL;
-use crate::process;
+use crate::process::{self, ProcessError};
 use crate::provision::host::{self, HostTool};
 use crate::provision::lab::LabAssets;
 use crate::provision::{GuestAssets, KernelChoice, go};
@@ -39,6 +39,10 @@ const PRIVATE: [&str; 7] = [
     "figures",
     "integration",
 ];
+/// Crates that VMMs embed, and the command that adds them to Cloud Hypervisor. Their dependencies are the other such crates.
+const EMBEDDED: [&str; 3] = ["nvme-mpt-vmm", "vfio-user-server", "patch-vmm"];
+/// Manifest of a crate whose `rust-version` is that of all crates that VMMs embed.
+const EMBEDDED_MANIFEST: &str = "hypervisor-glue/vmm/Cargo.toml";
 /// Crate that is only built on x86-64, since it boots PCs.
 const OF_PCS: &str = "integration";
 /// Go modules: the Kubernetes driver, and tests of the driver against parts of Kubernetes.
@@ -226,6 +230,15 @@ pub(super) const ALL: &[VerifyStep] = &[
         has_separate_build: true,
         needs_quiet: false,
         run: package,
+    },
+    VerifyStep {
+        name: "msrv",
+        what: "crates for VMMs, with the oldest compiler that they declare",
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: true,
+        needs_quiet: false,
+        run: msrv,
     },
     VerifyStep {
         name: "aarch64",
@@ -461,6 +474,45 @@ fn package(context: &mut StepContext) -> Result<(), VerifyError> {
     command.args(PRIVATE.map(|package| ["--exclude", package]).as_flattened());
     command.arg("--target-dir").arg(dir.path());
     context.run(&mut command, CountedChecks::One)
+}
+
+/// Checks the crates that VMMs embed with the oldest compiler that they declare, in a build directory of its own. The
+/// database of keys and values declares a newer compiler, so the second command lets cargo ignore what crates declare.
+fn msrv(context: &mut StepContext) -> Result<(), VerifyError> {
+    let version = context.rust_version(EMBEDDED_MANIFEST)?;
+    if let Err(error) = ensure_toolchain(&version) {
+        let what = format!("crates for VMMs with Rust {version}: {error}");
+        context.not_checked.push(what);
+        return Ok(());
+    }
+    let declared = ["--features", "nvme-mpt-vmm/kvm,nvme-mpt-vmm/toml"];
+    let all = ["--all-features", "--ignore-rust-version"];
+    for features in [declared, all] {
+        let mut command = Command::new("rustup");
+        command
+            .args(["run", &version, "cargo", "check", "--locked"])
+            .args(
+                EMBEDDED
+                    .map(|package| ["--package", package])
+                    .as_flattened(),
+            )
+            .args(features)
+            .current_dir(crate::workspace_dir())
+            .env("CARGO_TARGET_DIR", context.dir.join("msrv"))
+            .env("CARGO_TERM_COLOR", "never");
+        context.run(&mut command, CountedChecks::One)?;
+    }
+    Ok(())
+}
+
+/// Ensures that rustup has a toolchain. Installs it if it is missing.
+fn ensure_toolchain(version: &str) -> Result<(), ProcessError> {
+    let mut installed = Command::new("rustup");
+    installed.args(["run", version, "cargo", "--version"]);
+    let install = ["toolchain", "install", version, "--profile", "minimal"];
+    process::run(&mut installed)
+        .or_else(|_| process::run(Command::new("rustup").args(install)))
+        .map(drop)
 }
 
 fn aarch64(context: &mut StepContext) -> Result<(), VerifyError> {

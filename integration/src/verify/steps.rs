@@ -453,9 +453,9 @@ fn deny(context: &mut StepContext) -> Result<(), VerifyError> {
 /// Message of cargo-deny if it cannot fetch the database of advisories.
 const NO_ADVISORIES: &str = "failed to fetch advisory database";
 
-/// Packages the current sources, committed or not, in a directory with a new name. Cargo identifies unpacked crates by the
-/// directory's name. With the name of an earlier run, cargo would reuse the crates of that run, if their version is the
-/// same.
+/// Packages the current sources, committed or not, as for publishing, in the order in which crates would be published. The
+/// directory has a new name: cargo identifies unpacked crates by the directory's name. With the name of an earlier run,
+/// cargo would reuse the crates of that run, if their version is the same.
 fn package(context: &mut StepContext) -> Result<(), VerifyError> {
     let parent = crate::target_dir().join("packages");
     // A run that was killed may have left directories.
@@ -470,7 +470,8 @@ fn package(context: &mut StepContext) -> Result<(), VerifyError> {
         path: parent,
         source,
     })?;
-    let mut command = context.cargo(&["package", "--workspace", "--allow-dirty"]);
+    let arguments = ["publish", "--dry-run", "--workspace", "--allow-dirty"];
+    let mut command = context.cargo(&arguments);
     command.args(PRIVATE.map(|package| ["--exclude", package]).as_flattened());
     command.arg("--target-dir").arg(dir.path());
     context.run(&mut command, CountedChecks::One)

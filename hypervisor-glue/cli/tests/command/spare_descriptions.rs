@@ -224,6 +224,7 @@ fn a_flush_fails_if_a_server_was_killed_with_the_report_of_a_lost_write() {
 
     // A VMM that connects later gets no report of writes that were lost before.
     drop((disk, controller));
+    await_waiting(&bench);
     let (mut disk, controller) = attach(&bench);
     disk.flush().unwrap();
     supervised.kill_server();

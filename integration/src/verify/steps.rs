@@ -55,6 +55,8 @@ const CLUSTER_MODULE: &str = "hypervisor-glue/kubernetes/cluster";
 /// Flag of the Go compiler that disables optimization. With this flag, lints, tests and the cluster share one build of the
 /// dependencies.
 const UNOPTIMIZED: &str = "-gcflags=all=-N -l";
+/// Target triple of static programs.
+const MUSL: &str = "x86_64-unknown-linux-musl";
 const AARCH64: &str = "aarch64-unknown-linux-gnu";
 /// Linker and C library that cross-compilation to `AARCH64` needs.
 const AARCH64_TOOLS: [HostTool; 2] = [
@@ -239,6 +241,15 @@ pub(super) const ALL: &[VerifyStep] = &[
         has_separate_build: true,
         needs_quiet: false,
         run: msrv,
+    },
+    VerifyStep {
+        name: "musl",
+        what: "the command as a static program, and its tests",
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: true,
+        needs_quiet: false,
+        run: musl,
     },
     VerifyStep {
         name: "aarch64",
@@ -514,6 +525,33 @@ fn ensure_toolchain(version: &str) -> Result<(), ProcessError> {
     process::run(&mut installed)
         .or_else(|_| process::run(Command::new("rustup").args(install)))
         .map(drop)
+}
+
+/// Runs the tests of the command with a static program, and checks that it is static. The tests are static programs, too.
+fn musl(context: &mut StepContext) -> Result<(), VerifyError> {
+    process::run(Command::new("rustup").args(["target", "add", MUSL]))?;
+    let build = context.dir.join("musl");
+    let arguments = ["test", "--release", "--target", MUSL, "--no-fail-fast"];
+    let mut command = context.cargo(&arguments);
+    command
+        .args(["--package", "nvme-mpt-cli", "--test", "command"])
+        .env("CARGO_TARGET_DIR", &build);
+    context.run(&mut command, CountedChecks::Tests)?;
+    let program = build.join(MUSL).join("release/nvme-mpt");
+    let mut headers = Command::new("readelf");
+    headers
+        .args(["--wide", "--program-headers", "--dynamic"])
+        .arg(&program);
+    let headers = process::run(&mut headers)?;
+    if headers.contains("INTERP") || headers.contains("(NEEDED)") {
+        return Err(VerifyError::Failed {
+            command: format!("readelf {}", program.display()),
+            log: context.log.clone(),
+            what: format!("The program is not static:\n{headers}"),
+        });
+    }
+    context.count.passed += 1;
+    Ok(())
 }
 
 fn aarch64(context: &mut StepContext) -> Result<(), VerifyError> {

@@ -633,9 +633,10 @@ fn refuse_dma_request(error: DmaError) -> io::Error {
         report::chain(&error)
     );
     let errno = match error {
-        DmaError::InvalidRegion { .. } | DmaError::PartialUnmap { .. } | DmaError::NotLogged => {
-            libc::EINVAL
-        }
+        DmaError::InvalidRegion { .. }
+        | DmaError::PartialUnmap { .. }
+        | DmaError::NoFile { .. }
+        | DmaError::NotLogged => libc::EINVAL,
         DmaError::Overlap { .. } => libc::EEXIST,
         DmaError::TooManyRegions
         | DmaError::TooManyFiles

@@ -90,7 +90,7 @@ pub use backend::{
     PersistedBackendParts, PersistedQueues, QueueBackend, QueueError, SharedBackendParts, SqConfig,
 };
 pub use dma::{
-    DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryLimit, MemoryRefusal,
+    AnonymousRegion, DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryLimit, MemoryRefusal,
     MemoryRegion, VmmMapping,
 };
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage, DoorbellStride};

@@ -152,20 +152,39 @@ impl Mapping {
         owner: Arc<dyn Any + Send + Sync>,
     ) -> io::Result<Self> {
         let stat = fstat(fd)?;
-        Ok(Self {
+        // SAFETY: by the caller, who promises the same of a mapping with a file.
+        let mut mapping = unsafe { Self::borrowed_anonymous(start, len, access, owner) };
+        mapping.place = Some(FilePlace {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+            offset,
+        });
+        Ok(mapping)
+    }
+
+    /// Borrows memory without a file that another owner has mapped, such as a VMM's anonymous guest memory. Otherwise works like
+    /// [`Self::borrowed`].
+    ///
+    /// # Safety
+    /// The `len` bytes from `start` must be a mapping that allows `access` and does not change while `owner` is held. There must
+    /// be no Rust reference to them.
+    #[must_use]
+    pub unsafe fn borrowed_anonymous(
+        start: NonNull<u8>,
+        len: usize,
+        access: MappingAccess,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        Self {
             start,
             len,
             mapped_bytes: len,
             access,
-            place: Some(FilePlace {
-                device: stat.st_dev,
-                inode: stat.st_ino,
-                offset,
-            }),
+            place: None,
             guard: None,
             owner: Some(MemoryOwner(owner)),
             is_marked_lost: AtomicBool::new(false),
-        })
+        }
     }
 
     /// Returns whether another owner has mapped the memory: see [`Self::borrowed`].

@@ -9,12 +9,15 @@ use nvme_guest::backend::{
     CqConfig, GUEST_NSID, IoDoorbells, LeaseBackend, LeaseFacts, LeaseStatus, LifecycleBackend,
     MemoryBackend, PersistedQueues, QueueBackend, QueueError, SharedBackendParts, SqConfig,
 };
-use nvme_guest::dma::{DetachedGuestMemory, DirtyRange, DmaError, MemoryRegion, VmmMapping};
+use nvme_guest::dma::{
+    AnonymousRegion, DetachedGuestMemory, DirtyRange, DmaError, MemoryRegion, VmmMapping,
+};
 use nvme_guest::doorbell::DoorbellBuffer;
 use nvme_guest::event::{DriveEvent, IoQueueEvent};
 use nvme_guest::host::{LeaseDamage, UnreportedChanges};
 use nvme_guest::rate_limit::RateLimits;
 use nvme_guest::stats::{BackendStats, LeaseCounters};
+use nvme_mpt_memory::Mapping;
 use nvme_mpt_memory::crash::run_recorded;
 use nvme_mpt_memory::deadline::Deadline;
 use nvme_mpt_memory::userfaultfd::MemoryHolder;
@@ -131,6 +134,10 @@ impl MemoryBackend for LocalBackend {
 
     fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
         self.window.map_in_place(memory, own)
+    }
+
+    fn map_anonymous(&self, memory: AnonymousRegion, own: Mapping) -> Result<(), DmaError> {
+        self.window.map_anonymous(memory, own)
     }
 
     fn set_memory_holder(&self, holder: MemoryHolder) {

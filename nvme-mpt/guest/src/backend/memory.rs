@@ -2,11 +2,14 @@
 
 use std::time::Duration;
 
+use nvme_mpt_memory::Mapping;
 use nvme_mpt_memory::deadline::DRAIN_DEADLINE;
 use nvme_mpt_memory::userfaultfd::MemoryHolder;
 
 use crate::address::Gpa;
-use crate::dma::{DetachedGuestMemory, DirtyRange, DmaError, MemoryRegion, VmmMapping};
+use crate::dma::{
+    AnonymousRegion, DetachedGuestMemory, DirtyRange, DmaError, MemoryRegion, VmmMapping,
+};
 
 /// Memory of a function's VM, which commands may access.
 ///
@@ -48,6 +51,15 @@ pub trait MemoryBackend {
     /// As [`Self::map`]. A back end in another process returns [`DmaError::Incomplete`] for incomplete memory.
     fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError>;
 
+    /// Maps memory without a file through the mapping of a VMM in this process. A back end in another process cannot do this.
+    ///
+    /// # Errors
+    /// As [`Self::map`]; [`DmaError::NoFile`] from a back end in another process.
+    fn map_anonymous(&self, memory: AnonymousRegion, _own: Mapping) -> Result<(), DmaError> {
+        let AnonymousRegion { gpa, len, .. } = memory;
+        Err(DmaError::NoFile { gpa, len })
+    }
+
     /// Sets the process that provides the memory and may resolve page faults in it.
     fn set_memory_holder(&self, _holder: MemoryHolder) {}
 
@@ -59,7 +71,8 @@ pub trait MemoryBackend {
         Ok(())
     }
 
-    /// Maps memory that was [held](crate::dma::GuestMemory::detach), at the same guest addresses.
+    /// Maps memory that was [held](crate::dma::GuestMemory::detach), at the same guest addresses. A back end in another process
+    /// refuses memory without a file.
     ///
     /// # Errors
     /// As [`Self::map`]. Regions mapped before the error stay mapped.

@@ -22,7 +22,7 @@ impl DetachedGuestMemory {
     /// Returns the memory as a list of regions with descriptors, for mapping in another process.
     ///
     /// # Errors
-    /// Returns the kernel's error if no descriptors are left.
+    /// Returns the kernel's error if no descriptors are left, and `Unsupported` if some of the memory has no file.
     pub fn regions(&self) -> io::Result<Vec<MemoryRegion>> {
         self.0.iter().map(GuestMemoryPart::to_region).collect()
     }
@@ -46,9 +46,44 @@ impl DmaWindow {
 
 #[cfg(test)]
 mod tests {
+    use nvme_mpt_memory::Mapping;
+
     use crate::address::Gpa;
     use crate::dma::tests::{region, window};
-    use crate::dma::{DmaDirection, DmaError, MemoryRegion, RegionHint};
+    use crate::dma::{AnonymousRegion, DmaDirection, DmaError, MemoryRegion, RegionHint};
+
+    #[test]
+    fn memory_without_a_file_is_mapped_but_not_for_another_process() {
+        let window = window();
+        let memory = Mapping::anonymous(0x4000).expect("memory");
+        memory.bytes(0x2800, 4).expect("inside").copy_from(b"here");
+        let anonymous = AnonymousRegion {
+            gpa: Gpa(0x10000),
+            len: 0x2000,
+            offset: 0x2000,
+            readable: true,
+            writable: true,
+        };
+        let too_long = AnonymousRegion {
+            len: 0x3000,
+            ..anonymous
+        };
+        let other = Mapping::anonymous(0x4000).expect("memory");
+        let refused = window.map_anonymous(too_long, other);
+        assert!(matches!(refused, Err(DmaError::InvalidRegion { .. })));
+        window.map_anonymous(anonymous, memory).expect("map");
+        let mut read = [0; 4];
+        window.read(Gpa(0x10800), &mut read).expect("mapped");
+        assert_eq!(&read, b"here");
+        window.check_complete().expect("it has no file to check");
+        let held = window.memory().detach();
+        assert_eq!(window.unmap_all().expect("idle"), 0x2000);
+        let error = held.regions().expect_err("no descriptor");
+        assert!(error.to_string().contains("0x10000+0x2000 has no file"));
+        let after = self::window();
+        after.map_detached(&held).expect("the same process");
+        after.read(Gpa(0x10800), &mut read).expect("mapped");
+    }
 
     #[test]
     fn memory_outlives_its_window_and_is_mapped_into_another() {

@@ -144,6 +144,17 @@ pub enum DmaError {
         #[serde(with = "serde_forms::io_error")]
         source: io::Error,
     },
+    /// The region has no file, and the back end maps guest memory by its file.
+    #[error(
+        "Region {gpa}+{len:#x} has no file, by which a drive's server could map it: give the VM shared memory in a memfd, in \
+         /dev/shm or in hugetlbfs, or open the drive in the VMM's process"
+    )]
+    NoFile {
+        /// Start of the region.
+        gpa: Gpa,
+        /// Length of the region in bytes.
+        len: u64,
+    },
     /// The dirty log is not started.
     #[error("Written pages are not tracked; start the dirty log first")]
     NotLogged,

@@ -82,7 +82,10 @@ use memory_limit::FunctionMemoryLimit;
 use ongoing_changes::OngoingChanges;
 use pinning::RegionPinning;
 use published_snapshot::PublishedSnapshot;
-use region::{GuestFile, GuestMemoryPart, IovaExtent, MappedByteCount, MappedRegion};
+use region::{
+    GuestFile, GuestMemoryPart, IovaExtent, MappedByteCount, MappedRegion, RegionRequest,
+    RegionSource,
+};
 use table_users::{TableUser, wait_for_release};
 
 /// Maximum number of regions of one VM: enough for 16 GiB of memory plugged in blocks of 2 MiB. The drive's limit for all
@@ -115,21 +118,48 @@ pub struct MemoryRegion {
 
 impl MemoryRegion {
     fn check_range(&self) -> Result<(), DmaError> {
-        let Self { gpa, len, .. } = *self;
-        let wraps = gpa.0.checked_add(len).is_none();
-        if wraps || len == 0 || len >> 63 != 0 || !gpa.is_page_aligned() || len % PAGE_SIZE != 0 {
-            return Err(DmaError::InvalidRegion { gpa, len });
-        }
-        Ok(())
+        check_range(self.gpa, self.len)
     }
 
     /// Returns the access rights of the region's mapping.
     fn access(&self) -> MappingAccess {
-        match self.writable {
-            true => MappingAccess::ReadWrite,
-            false => MappingAccess::Read,
-        }
+        access_of(self.writable)
     }
+}
+
+/// Checks that a region is not empty, does not wrap around, and consists of whole pages.
+fn check_range(gpa: Gpa, len: u64) -> Result<(), DmaError> {
+    let wraps = gpa.0.checked_add(len).is_none();
+    if wraps || len == 0 || len >> 63 != 0 || !gpa.is_page_aligned() || len % PAGE_SIZE != 0 {
+        return Err(DmaError::InvalidRegion { gpa, len });
+    }
+    Ok(())
+}
+
+/// Returns the access rights of the mapping of memory that a device may write, or only read.
+fn access_of(is_writable: bool) -> MappingAccess {
+    match is_writable {
+        true => MappingAccess::ReadWrite,
+        false => MappingAccess::Read,
+    }
+}
+
+/// Region of guest memory without a file, in a mapping of a VMM in this process: anonymous memory, or a private mapping of a file,
+/// whose content may differ from the file's.
+///
+/// Other processes have no access to such memory, so a drive's server refuses it.
+#[derive(Clone, Copy, Debug)]
+pub struct AnonymousRegion {
+    /// Guest address.
+    pub gpa: Gpa,
+    /// Length in bytes.
+    pub len: u64,
+    /// Start offset in the VMM's mapping, in bytes.
+    pub offset: u64,
+    /// True if a device may read the memory.
+    pub readable: bool,
+    /// True if a device may write the memory.
+    pub writable: bool,
 }
 
 /// The VMM's own mapping of memory that it hands over to a function in the same process.
@@ -409,7 +439,7 @@ impl DmaWindow {
     ) -> Result<(), DmaError> {
         memory.check_range()?;
         self.check_file_use(&memory, |file| file.covers_region(&memory))?;
-        self.map_region(memory, None, demand)
+        self.map_file(memory, None, demand)
     }
 
     /// Maps memory whose file was [checked](Self::check_region) before.
@@ -417,7 +447,7 @@ impl DmaWindow {
     /// # Errors
     /// All of [`DmaError`] except errors of unmapping and of incomplete memory.
     pub fn map_checked(&self, memory: MemoryRegion) -> Result<(), DmaError> {
-        self.map_region(memory, None, BudgetEntitlement::New)
+        self.map_file(memory, None, BudgetEntitlement::New)
     }
 
     /// Checks that the region's file can be used: its memory is complete, as far as this process can see. If the file
@@ -476,10 +506,34 @@ impl DmaWindow {
     /// # Errors
     /// As [`Self::map`]; [`DmaError::InvalidRegion`] if the mapping does not contain the whole region.
     pub fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
-        self.map_region(memory, Some(own.memory), BudgetEntitlement::New)
+        self.map_file(memory, Some(own.memory), BudgetEntitlement::New)
     }
 
-    fn map_region(
+    /// Maps memory without a file through the mapping of a VMM in this process, which [borrows](Mapping::borrowed_anonymous) it
+    /// from its owner.
+    ///
+    /// # Errors
+    /// As [`Self::map_in_place`], without the errors of files.
+    pub fn map_anonymous(&self, memory: AnonymousRegion, own: Mapping) -> Result<(), DmaError> {
+        let AnonymousRegion {
+            gpa,
+            len,
+            offset,
+            readable,
+            writable,
+        } = memory;
+        let request = RegionRequest {
+            gpa,
+            len,
+            offset,
+            rights: [readable, writable],
+            source: RegionSource::Vmm(None, own),
+        };
+        self.map_region(request, BudgetEntitlement::New)
+    }
+
+    /// Maps memory that has a file, through the VMM's `own` mapping if there is one.
+    fn map_file(
         &self,
         memory: MemoryRegion,
         own: Option<Mapping>,
@@ -487,7 +541,6 @@ impl DmaWindow {
     ) -> Result<(), DmaError> {
         memory.check_range()?;
         self.check_kind(&memory)?;
-        let access = memory.access();
         let MemoryRegion {
             gpa,
             len,
@@ -496,6 +549,33 @@ impl DmaWindow {
             readable,
             writable,
         } = memory;
+        let request = RegionRequest {
+            gpa,
+            len,
+            offset,
+            rights: [readable, writable],
+            source: match own {
+                Some(own) => RegionSource::Vmm(Some(fd), own),
+                None => RegionSource::File(fd),
+            },
+        };
+        self.map_region(request, demand)
+    }
+
+    fn map_region(
+        &self,
+        request: RegionRequest,
+        demand: BudgetEntitlement,
+    ) -> Result<(), DmaError> {
+        let RegionRequest {
+            gpa,
+            len,
+            offset,
+            rights,
+            source,
+        } = request;
+        check_range(gpa, len)?;
+        let [_, writable] = rights;
         let bytes = usize::try_from(len).map_err(|_| DmaError::InvalidRegion { gpa, len })?;
         let failed = |source| DmaError::Map { gpa, len, source };
         let _change = self.tables.ongoing.begin();
@@ -504,12 +584,15 @@ impl DmaWindow {
         let files = &mut changes.files;
         files.retain(|file| file.strong_count() > 0);
         let known: Vec<_> = files.iter().filter_map(Weak::upgrade).collect();
-        let file = match own {
-            Some(own) if own.access() == MappingAccess::Read && writable => {
+        let file = match source {
+            RegionSource::Vmm(_, own) if own.access() == MappingAccess::Read && writable => {
                 return Err(DmaError::InvalidRegion { gpa, len });
             }
-            Some(own) => GuestFile::find_or_borrow(&known, fd, own).map_err(failed)?,
-            None => {
+            RegionSource::Vmm(fd, own) => {
+                GuestFile::find_or_borrow(&known, fd, own).map_err(failed)?
+            }
+            RegionSource::File(fd) => {
+                let access = access_of(writable);
                 let mapped = known.iter().map(|file| file.mapping());
                 let mapped = mapped.filter(|mapping| !mapping.is_borrowed());
                 let taken: u64 = mapped.map(|mapping| mapping.len() as u64).sum();
@@ -532,7 +615,7 @@ impl DmaWindow {
         let place = GuestMemoryPart {
             gpa: gpa.0,
             len,
-            rights: [readable, writable],
+            rights,
             file,
             offset,
         };
@@ -580,8 +663,9 @@ impl DmaWindow {
         };
         let files = files.iter().filter(|file| !file.mapping().is_borrowed());
         for file in files {
-            if let Err(error @ DmaError::Incomplete { .. }) =
-                self.check_file_complete(file.as_fd(), Gpa(gpa), mapped)
+            if let Some(fd) = file.as_fd()
+                && let Err(error @ DmaError::Incomplete { .. }) =
+                    self.check_file_complete(fd, Gpa(gpa), mapped)
             {
                 return Err(error);
             }

@@ -10,8 +10,9 @@
 //! large ranges. A missing page in a mapped range is proof: pinning allocates all pages, and memory counts as mapped only once
 //! it is pinned. Then all queues of the function fail (`CSTS.CFS`) until the VMM maps the memory again.
 //!
-//! Two cases are not detected. In the first, a page is freed and allocated again between two checks. In the second, a huge
-//! page is freed in a file that also has unmapped huge pages; the kernel reports only their number.
+//! Three cases are not detected. In the first, a page is freed and allocated again between two checks. In the second, a huge
+//! page is freed in a file that also has unmapped huge pages; the kernel reports only their number. In the third, the memory
+//! has no file.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -56,7 +57,7 @@ impl PinnedMemory for Mutex<WindowRegions> {
         for PinnedFile { file, ranges } in files {
             // The file's size is checked before its pages. So the next check finds pages that are freed from now on.
             let shrunk = file.has_shrunk();
-            if shrunk && lacks_pages(file.file(), &ranges).unwrap_or(false) {
+            if shrunk && has_missing_pages(&file, &ranges) {
                 recheck_file(self, &file);
             }
         }
@@ -80,6 +81,12 @@ fn pinned_files(changes: &Mutex<WindowRegions>) -> Option<Vec<PinnedFile>> {
     Some(with_ranges.collect())
 }
 
+/// Returns whether pages in these ranges of a file are missing. Pages of memory without a file are not checked.
+fn has_missing_pages(file: &GuestFile, ranges: &[Range<u64>]) -> bool {
+    let lacks = file.file().map(|file| lacks_pages(file, ranges));
+    matches!(lacks, Some(Ok(true)))
+}
+
 /// Checks a file with missing pages again, under the lock of the regions. In the first check, the pages may have been unmapped
 /// before they were freed.
 fn recheck_file(changes: &Mutex<WindowRegions>, file: &Arc<GuestFile>) {
@@ -89,7 +96,7 @@ fn recheck_file(changes: &Mutex<WindowRegions>, file: &Arc<GuestFile>) {
         return;
     };
     let ranges = changes.file_ranges(file);
-    if lacks_pages(file.file(), &ranges).unwrap_or(false) {
+    if has_missing_pages(file, &ranges) {
         let bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
         error!(
             "The VMM freed guest memory that is mapped for a drive, of {} in one file: what the drive transfers there is \

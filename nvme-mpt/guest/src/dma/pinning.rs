@@ -96,7 +96,8 @@ impl<'a> RegionPinning<'a> {
 
     /// Returns whether a page of the region may be missing. If the file has no hole, no single page is checked.
     pub(super) fn lacks_pages(&self) -> bool {
-        may_lack_pages(self.place.file.file(), &self.place.file_range()).unwrap_or(true)
+        let file = self.place.file.file();
+        file.is_none_or(|file| may_lack_pages(file, &self.place.file_range()).unwrap_or(true))
     }
 
     fn refusal(&self, missing: u64, shortage: MemoryShortage) -> MemoryRefusal {
@@ -110,7 +111,7 @@ impl<'a> RegionPinning<'a> {
 
     /// Returns an upper bound of the missing bytes of a file range; `None` if none is missing or the number is unknown.
     fn missing_at_most(&self, range: &Range<u64>) -> Option<u64> {
-        match max_missing_bytes(self.place.file.as_fd(), range) {
+        match max_missing_bytes(self.place.file.as_fd()?, range) {
             Ok(MissingBytes::AtMost(missing)) => Some(missing),
             Ok(MissingBytes::Nothing) | Err(_) => None,
         }
@@ -212,7 +213,7 @@ impl PreparedPinning<'_> {
 
     /// Returns the missing bytes of a file range, at most `most`; returns `most` if its pages cannot be counted.
     fn count_missing(&self, range: &Range<u64>, most: u64) -> u64 {
-        let open = || PageFinder::new(self.pinning.place.file.as_fd()).ok();
+        let open = || PageFinder::new(self.pinning.place.file.as_fd()?).ok();
         let finder = self.finder.get_or_init(open).as_ref();
         let found = finder.and_then(|finder| finder.missing_bytes(range, most).ok());
         found.map_or(most, |missing| missing.min(most))

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nvme_mpt_memory::holes::allocated_bytes;
 use nvme_mpt_memory::{Mapping, MappingAccess, host_page_size};
 
-use super::MemoryRegion;
+use super::{DmaError, MemoryRegion};
 use crate::address::Gpa;
 use crate::iova::{
     BeforePinning, BudgetEntitlement, BudgetPermit, IovaPart, IovaRange, IovaRefusal, IovaSpace,
@@ -22,15 +22,18 @@ use crate::iova::{
 /// File with memory of a VM, mapped into this process as a whole. So regions that are adjacent in the file are also adjacent in
 /// the address space. The VM can use only the regions in the region table. If the file is larger than the address space that is
 /// left for the VM's files, each region has a `GuestFile` of its own.
+///
+/// Memory of a VMM in this process may have no file ([`AnonymousRegion`](super::AnonymousRegion)). Then this is the VMM's mapping
+/// alone.
 #[derive(Debug)]
 pub(super) struct GuestFile {
-    /// Device and inode numbers of the file.
-    id: (u64, u64),
-    /// Offset in the file at which the mapping starts, in bytes.
+    /// Device and inode numbers of the file; `None` without a file.
+    id: Option<(u64, u64)>,
+    /// Offset in the file at which the mapping starts, in bytes; 0 without a file.
     start: u64,
     mapping: Arc<Mapping>,
     /// Descriptor of the file, which is passed to a process that takes over the function's I/O.
-    file: File,
+    file: Option<File>,
     /// Allocated bytes of the file at the last check.
     allocated: AtomicU64,
 }
@@ -55,7 +58,7 @@ impl GuestFile {
         let file = File::from(fd);
         let status = file.metadata()?;
         let id = (status.dev(), status.ino());
-        let has_it = |file: &&Arc<Self>| file.id == id && file.covers(offset, len, access);
+        let has_it = |file: &&Arc<Self>| file.has_id(id) && file.covers(offset, len, access);
         if let Some(file) = known.iter().find(has_it) {
             return Ok(Some(file.clone()));
         }
@@ -74,24 +77,24 @@ impl GuestFile {
         };
         let mapping = Arc::new(mapping);
         Ok(Some(Arc::new(Self {
-            id,
+            id: Some(id),
             start,
             mapping,
-            file,
+            file: Some(file),
             allocated: AtomicU64::new(0),
         })))
     }
 
     /// Returns the entry of `known` for a VMM's own mapping in this process, or a new entry. All regions in one mapping share
-    /// one entry.
+    /// one entry. `fd` is the mapping's file, if it has one.
     pub(super) fn find_or_borrow(
         known: &[Arc<Self>],
-        fd: OwnedFd,
+        fd: Option<OwnedFd>,
         mapping: Mapping,
     ) -> io::Result<Arc<Self>> {
-        let file = File::from(fd);
-        let status = file.metadata()?;
-        let id = (status.dev(), status.ino());
+        let file = fd.map(File::from);
+        let status = file.as_ref().map(File::metadata).transpose()?;
+        let id = status.map(|status| (status.dev(), status.ino()));
         let start = mapping
             .file_place()
             .map(|place| place.offset)
@@ -137,27 +140,34 @@ impl GuestFile {
     }
 
     pub(super) fn has_id(&self, id: (u64, u64)) -> bool {
-        self.id == id
+        self.id == Some(id)
     }
 
-    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+    /// Returns the descriptor of the file; `None` without a file.
+    pub(super) fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.file.as_ref()?.as_fd())
     }
 
-    pub(super) fn file(&self) -> &File {
-        &self.file
+    /// Returns the file; `None` without a file.
+    pub(super) fn file(&self) -> Option<&File> {
+        self.file.as_ref()
+    }
+
+    /// Returns the allocated bytes of the file; `None` if they are unknown, as without a file.
+    fn allocated_bytes(&self) -> Option<u64> {
+        allocated_bytes(self.file.as_ref()?).ok()
     }
 
     /// Notes the file's allocated bytes after some of its pages were pinned.
     pub(super) fn update_allocated(&self) {
-        if let Ok(now) = allocated_bytes(&self.file) {
+        if let Some(now) = self.allocated_bytes() {
             self.allocated.fetch_max(now, Ordering::Relaxed);
         }
     }
 
     /// Returns whether the file has fewer allocated bytes than at the last check or pinning.
     pub(super) fn has_shrunk(&self) -> bool {
-        let Ok(now) = allocated_bytes(&self.file) else {
+        let Some(now) = self.allocated_bytes() else {
             return false;
         };
         now < self.allocated.swap(now, Ordering::Relaxed)
@@ -181,6 +191,29 @@ impl GuestFile {
     }
 }
 
+/// Region that a VMM asks to map.
+#[derive(Debug)]
+pub(super) struct RegionRequest {
+    /// Guest address.
+    pub(super) gpa: Gpa,
+    /// Length in bytes.
+    pub(super) len: u64,
+    /// Start offset in the file, or in the mapping if there is no file, in bytes.
+    pub(super) offset: u64,
+    /// A device's rights to read and to write the memory.
+    pub(super) rights: [bool; 2],
+    pub(super) source: RegionSource,
+}
+
+/// Source of a region's mapping.
+#[derive(Debug)]
+pub(super) enum RegionSource {
+    /// File, which this process maps.
+    File(OwnedFd),
+    /// Mapping of a VMM in this process, with the mapping's file if it has one.
+    Vmm(Option<OwnedFd>, Mapping),
+}
+
 /// Part of a VM's memory, with its guest address and its location in the file.
 #[derive(Clone, Debug)]
 pub(super) struct GuestMemoryPart {
@@ -197,12 +230,18 @@ pub(super) struct GuestMemoryPart {
 
 impl GuestMemoryPart {
     /// Returns the part as a region with a descriptor, for mapping in another process.
+    ///
+    /// # Errors
+    /// Returns the kernel's error, or `Unsupported` for memory without a file.
     pub(super) fn to_region(&self) -> io::Result<MemoryRegion> {
         let [readable, writable] = self.rights;
+        let (gpa, len) = (Gpa(self.gpa), self.len);
+        let no_file = || io::Error::new(io::ErrorKind::Unsupported, DmaError::NoFile { gpa, len });
+        let file = self.file.file().ok_or_else(no_file)?;
         Ok(MemoryRegion {
-            gpa: Gpa(self.gpa),
-            len: self.len,
-            fd: self.file.file.try_clone()?.into(),
+            gpa,
+            len,
+            fd: file.try_clone()?.into(),
             offset: self.file.start + self.offset,
             readable,
             writable,

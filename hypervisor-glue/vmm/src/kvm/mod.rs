@@ -1,19 +1,98 @@
 //! Implementation of `Vmm` over KVM: memory slots, ioeventfds, irqfds and MSI routes.
+//!
+//! A virtual machine has one set of memory slot numbers, one set of GSIs (KVM's interrupt numbers) and one table of interrupt
+//! routes. [`KvmVmm`] takes them from [`KvmResources`]:
+//!
+//! - [`KvmVmm::new`] manages all of them itself ([`SoleKvmUser`]), for a VMM that has no other devices with messages and maps
+//!   its memory by [`Vmm::map`] too.
+//! - [`KvmVmm::with_resources`] asks the VMM, which has allocators and a routing table for its other devices.
+//!
+//! ```no_run
+//! use std::io;
+//! use std::sync::Arc;
+//! # use std::sync::{Mutex, PoisonError};
+//!
+//! use kvm_ioctls::VmFd;
+//! use nvme_mpt_vmm::MsixMessage;
+//! use nvme_mpt_vmm::kvm::{KvmResources, KvmVmm};
+//!
+//! # #[derive(Debug, Default)]
+//! # struct Numbers(u32, Vec<u32>);
+//! # impl Numbers {
+//! #     fn take(&mut self) -> Option<u32> {
+//! #         self.1.pop().or_else(|| {
+//! #             self.0 += 1;
+//! #             Some(self.0)
+//! #         })
+//! #     }
+//! #     fn give_back(&mut self, number: u32) {
+//! #         self.1.push(number);
+//! #     }
+//! # }
+//! # #[derive(Debug, Default)]
+//! # struct Routes(std::collections::BTreeMap<u32, MsixMessage>);
+//! # impl Routes {
+//! #     fn load(&self) -> io::Result<()> {
+//! #         Ok(())
+//! #     }
+//! # }
+//! # #[derive(Debug, Default)]
+//! # struct Machine {
+//! #     slots: Mutex<Numbers>,
+//! #     gsis: Mutex<Numbers>,
+//! #     routes: Mutex<Routes>,
+//! # }
+//! # fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+//! #     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+//! # }
+//! // `Machine` has the VMM's allocators, and its routes, which it loads with those of all devices.
+//! impl KvmResources for Machine {
+//!     fn allocate_slot(&self) -> Option<u32> {
+//!         lock(&self.slots).take()
+//!     }
+//!
+//!     fn free_slot(&self, slot: u32) {
+//!         lock(&self.slots).give_back(slot);
+//!     }
+//!
+//!     fn allocate_gsi(&self) -> Option<u32> {
+//!         lock(&self.gsis).take()
+//!     }
+//!
+//!     fn free_gsis(&self, gsis: &[u32]) -> io::Result<()> {
+//!         let mut routes = lock(&self.routes);
+//!         for gsi in gsis {
+//!             routes.0.remove(gsi);
+//!             lock(&self.gsis).give_back(*gsi);
+//!         }
+//!         routes.load()
+//!     }
+//!
+//!     fn set_route(&self, gsi: u32, message: MsixMessage) -> io::Result<()> {
+//!         let mut routes = lock(&self.routes);
+//!         routes.0.insert(gsi, message);
+//!         routes.load()
+//!     }
+//! }
+//!
+//! fn vmm(vm: Arc<VmFd>, machine: Arc<Machine>) -> KvmVmm {
+//!     KvmVmm::with_resources(vm, machine)
+//! }
+//! ```
 #![expect(
     unsafe_code,
     reason = "hands memory of this process to KVM, which has no safe interface for it"
 )]
 
+mod resources;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvm_bindings::{
-    KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER,
-    KVM_IRQCHIP_PIC_SLAVE, KvmIrqRouting, kvm_irq_routing_entry, kvm_irq_routing_irqchip,
-    kvm_irq_routing_msi, kvm_userspace_memory_region,
-};
+use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
 use nvme_guest::Gpa;
 use nvme_mpt_memory::Mapping;
@@ -21,23 +100,20 @@ use nvme_mpt_memory::processors::ThreadId;
 use vmm_device::MsixMessage;
 use vmm_sys_util::eventfd::EventFd;
 
+use resources::IOAPIC_PINS;
+pub use resources::{KvmResources, SoleKvmUser};
+
 use crate::apic::local_apic;
 use crate::vmm::{IntxPin, Vmm, VmmError, VmmVectors};
 
-/// Number of pins of KVM's I/O APIC. They are the first GSIs.
-const IOAPIC_PINS: u32 = 24;
-/// Number of pins of one PIC, of which there are two.
-const PIC_PINS: u32 = 8;
-/// Maximum number of GSIs, KVM's interrupt numbers, that KVM can route (Linux, `KVM_MAX_IRQ_ROUTES`).
-const MAX_GSIS: u32 = 4096;
-
-/// KVM virtual machine with in-kernel interrupt controllers. Only this type may allocate the machine's memory slots, and its
-/// GSIs beyond the I/O APIC's pins.
+/// KVM virtual machine with in-kernel interrupt controllers.
 pub struct KvmVmm {
     vm: Arc<VmFd>,
+    resources: Arc<dyn KvmResources>,
     /// Memory slots by guest address. Each entry holds the mapping, which must stay valid while the slot exists.
     slots: Mutex<BTreeMap<u64, KvmMemorySlot>>,
-    routes: Arc<Mutex<RouteTable>>,
+    /// Number of GSIs of all functions.
+    gsis: Arc<AtomicUsize>,
     /// Thread identifiers of the vCPUs, by local APIC identifier.
     vcpus: Mutex<BTreeMap<u32, ThreadId>>,
     /// Pin of the I/O APIC that carries the INTx of all functions; `None` without INTx.
@@ -53,19 +129,28 @@ impl fmt::Debug for KvmVmm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("KvmVmm")
             .field("slots", &lock(&self.slots).len())
-            .field("routes", &lock(&self.routes).0.len())
+            .field("gsis", &self.gsis)
             .finish_non_exhaustive()
     }
 }
 
 impl KvmVmm {
-    /// Creates the interface of `vm`, which must have its interrupt controllers and no memory yet.
+    /// Creates the interface of `vm`, which must have its interrupt controllers and no memory yet. Only the returned value may
+    /// allocate the machine's memory slots, and its GSIs beyond the I/O APIC's pins.
     #[must_use]
     pub fn new(vm: Arc<VmFd>) -> Self {
+        let resources = Arc::new(SoleKvmUser::new(vm.clone()));
+        Self::with_resources(vm, resources)
+    }
+
+    /// Creates the interface of `vm`, whose memory slots, GSIs and interrupt routes the VMM provides.
+    #[must_use]
+    pub fn with_resources(vm: Arc<VmFd>, resources: Arc<dyn KvmResources>) -> Self {
         Self {
             vm,
+            resources,
             slots: Mutex::default(),
-            routes: Arc::new(Mutex::new(RouteTable::with_pin_routes())),
+            gsis: Arc::default(),
             vcpus: Mutex::default(),
             intx: None,
         }
@@ -90,17 +175,16 @@ impl KvmVmm {
         };
     }
 
-    /// Returns the number of memory slots in use.
+    /// Returns the number of memory slots of the memory that was mapped by [`Vmm::map`].
     #[must_use]
     pub fn slot_count(&self) -> usize {
         lock(&self.slots).len()
     }
 
-    /// Returns the number of GSIs that are routed as messages.
+    /// Returns the number of GSIs of the functions' vectors, which are routed as messages.
     #[must_use]
     pub fn message_route_count(&self) -> usize {
-        let gsis = lock(&self.routes);
-        gsis.0.range(IOAPIC_PINS..).count()
+        self.gsis.load(Ordering::Relaxed)
     }
 }
 
@@ -115,10 +199,8 @@ impl Vmm for KvmVmm {
         if slots.contains_key(&gpa.0) {
             return Err(VmmError::new(action(), "There is memory already"));
         }
-        // A free number is always found: n slots cannot occupy all numbers from 0 to n.
-        let number = (0..)
-            .find(|number| slots.values().all(|slot| slot.number != *number))
-            .unwrap_or(u32::MAX);
+        let number = (self.resources.allocate_slot())
+            .ok_or_else(|| VmmError::new(action(), "There are no more memory slots"))?;
         let region = kvm_userspace_memory_region {
             slot: number,
             flags: 0,
@@ -128,8 +210,10 @@ impl Vmm for KvmVmm {
         };
         // SAFETY: the memory is mapped as long as `memory` is held, which it is until the slot is
         // deleted; it is only ever accessed by raw copies and atomics, which a guest may race with.
-        unsafe { self.vm.set_user_memory_region(region) }
-            .map_err(|error| VmmError::new(action(), io::Error::from(error)))?;
+        unsafe { self.vm.set_user_memory_region(region) }.map_err(|error| {
+            self.resources.free_slot(number);
+            VmmError::new(action(), io::Error::from(error))
+        })?;
         let slot = KvmMemorySlot {
             number,
             _memory: memory.clone(),
@@ -155,7 +239,9 @@ impl Vmm for KvmVmm {
         // SAFETY: the call deletes a slot, and gives it no memory.
         unsafe { self.vm.set_user_memory_region(region) }
             .map_err(|error| VmmError::new(action(), io::Error::from(error)))?;
+        let number = slot.number;
         slots.remove(&gpa.0);
+        self.resources.free_slot(number);
         Ok(())
     }
 
@@ -180,23 +266,24 @@ impl Vmm for KvmVmm {
     fn vectors(&self, count: u16) -> Result<Box<dyn VmmVectors>, VmmError> {
         let mut vectors = KvmVectors {
             vm: self.vm.clone(),
-            routes: self.routes.clone(),
+            resources: self.resources.clone(),
+            gsis: self.gsis.clone(),
             vectors: Vec::new(),
         };
         let action = || format!("set up {count} interrupt vectors");
         for _ in 0..count {
-            let gsi = lock(&self.routes)
-                .reserve()
-                .ok_or_else(|| VmmError::new(action(), "KVM has no more GSIs"))?;
+            let gsi = (self.resources.allocate_gsi())
+                .ok_or_else(|| VmmError::new(action(), "There are no more GSIs"))?;
             let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)
                 .and_then(|eventfd| {
                     self.vm.register_irqfd(&eventfd, gsi)?;
                     Ok(eventfd)
                 })
                 .map_err(|error| {
-                    lock(&self.routes).0.remove(&gsi);
+                    free_gsis(&*self.resources, &[gsi]);
                     VmmError::new(action(), error)
                 })?;
+            self.gsis.fetch_add(1, Ordering::Relaxed);
             vectors.vectors.push((gsi, eventfd));
         }
         Ok(Box::new(vectors))
@@ -270,7 +357,9 @@ impl Drop for KvmPin {
 /// Vectors of one function. Each vector has a GSI with an irqfd.
 struct KvmVectors {
     vm: Arc<VmFd>,
-    routes: Arc<Mutex<RouteTable>>,
+    resources: Arc<dyn KvmResources>,
+    /// Number of GSIs of all functions.
+    gsis: Arc<AtomicUsize>,
     vectors: Vec<(u32, EventFd)>,
 }
 
@@ -300,11 +389,8 @@ impl VmmVectors for KvmVectors {
             .vectors
             .get(usize::from(vector))
             .ok_or_else(|| VmmError::new(action(), "There is no such vector"))?;
-        let mut routes = lock(&self.routes);
-        routes.0.insert(*gsi, Some(message_route(message)));
-        routes
-            .load_into(&self.vm)
-            .map_err(|error| VmmError::new(action(), error))
+        let set = self.resources.set_route(*gsi, message);
+        set.map_err(|error| VmmError::new(action(), error))
     }
 }
 
@@ -315,163 +401,19 @@ impl Drop for KvmVectors {
                 log::error!("Cannot disconnect GSI {gsi}: {error}");
             }
         }
-        let mut routes = lock(&self.routes);
-        for (gsi, _) in &self.vectors {
-            routes.0.remove(gsi);
-        }
-        if let Err(error) = routes.load_into(&self.vm) {
-            log::error!("Cannot remove the interrupt routes of a removed function: {error}");
-        }
+        let gsis: Vec<u32> = self.vectors.iter().map(|(gsi, _)| *gsi).collect();
+        free_gsis(&*self.resources, &gsis);
+        self.gsis.fetch_sub(gsis.len(), Ordering::Relaxed);
     }
 }
 
-/// Routing table of a virtual machine. KVM only replaces the table as a whole.
-struct RouteTable(
-    /// Routes by GSI; `None` for a reserved GSI without a route.
-    BTreeMap<u32, Option<GsiRoute>>,
-);
-
-/// Destination of a GSI, an interrupt number of KVM.
-#[derive(Clone, Copy)]
-enum GsiRoute {
-    /// Pin of the I/O APIC; for the first sixteen pins, a pin of a PIC as well.
-    Pin,
-    /// Message of an MSI or MSI-X vector.
-    Message(kvm_irq_routing_msi),
-}
-
-impl RouteTable {
-    /// Creates the routing table that KVM sets up with its interrupt controllers.
-    fn with_pin_routes() -> Self {
-        Self(
-            (0..IOAPIC_PINS)
-                .map(|pin| (pin, Some(GsiRoute::Pin)))
-                .collect(),
-        )
+fn free_gsis(resources: &dyn KvmResources, gsis: &[u32]) {
+    if let Err(error) = resources.free_gsis(gsis) {
+        log::error!("Cannot remove the interrupt routes of a removed function: {error}");
     }
-
-    /// Reserves an unused GSI; `None` if all are in use.
-    fn reserve(&mut self) -> Option<u32> {
-        let gsi = (IOAPIC_PINS..MAX_GSIS).find(|gsi| !self.0.contains_key(gsi))?;
-        self.0.insert(gsi, None);
-        Some(gsi)
-    }
-
-    fn entries(&self) -> Vec<kvm_irq_routing_entry> {
-        let mut entries = Vec::new();
-        for (gsi, route) in &self.0 {
-            match route {
-                None => {}
-                Some(GsiRoute::Message(message)) => entries.push(message_entry(*gsi, *message)),
-                Some(GsiRoute::Pin) => {
-                    entries.push(pin_entry(*gsi, KVM_IRQCHIP_IOAPIC, *gsi));
-                    match gsi.checked_sub(PIC_PINS) {
-                        None => entries.push(pin_entry(*gsi, KVM_IRQCHIP_PIC_MASTER, *gsi)),
-                        Some(pin) if pin < PIC_PINS => {
-                            entries.push(pin_entry(*gsi, KVM_IRQCHIP_PIC_SLAVE, pin));
-                        }
-                        Some(_) => {}
-                    }
-                }
-            }
-        }
-        entries
-    }
-
-    fn load_into(&self, vm: &VmFd) -> io::Result<()> {
-        let entries = KvmIrqRouting::from_entries(&self.entries())
-            .map_err(|_| io::Error::other("There are more routes than KVM takes"))?;
-        Ok(vm.set_gsi_routing(&entries)?)
-    }
-}
-
-fn message_route(message: MsixMessage) -> GsiRoute {
-    let [a0, a1, a2, a3, a4, a5, a6, a7] = message.address.to_le_bytes();
-    GsiRoute::Message(kvm_irq_routing_msi {
-        address_lo: u32::from_le_bytes([a0, a1, a2, a3]),
-        address_hi: u32::from_le_bytes([a4, a5, a6, a7]),
-        data: message.data,
-        ..Default::default()
-    })
-}
-
-fn message_entry(gsi: u32, message: kvm_irq_routing_msi) -> kvm_irq_routing_entry {
-    let mut entry = kvm_irq_routing_entry {
-        gsi,
-        type_: KVM_IRQ_ROUTING_MSI,
-        ..Default::default()
-    };
-    entry.u.msi = message;
-    entry
-}
-
-fn pin_entry(gsi: u32, irqchip: u32, pin: u32) -> kvm_irq_routing_entry {
-    let mut entry = kvm_irq_routing_entry {
-        gsi,
-        type_: KVM_IRQ_ROUTING_IRQCHIP,
-        ..Default::default()
-    };
-    entry.u.irqchip = kvm_irq_routing_irqchip { irqchip, pin };
-    entry
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // A panic cannot leave a partial change.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Returns GSI, type and target of each route. The target is irqchip and pin, or low address and data of the message.
-    fn described(table: &RouteTable) -> Vec<(u32, u32, u32, u32)> {
-        let describe = |entry: &kvm_irq_routing_entry| {
-            // SAFETY: both kinds of entries begin with two words, and all words are initialised.
-            let (first, second) = unsafe {
-                match entry.type_ {
-                    KVM_IRQ_ROUTING_MSI => (entry.u.msi.address_lo, entry.u.msi.data),
-                    _ => (entry.u.irqchip.irqchip, entry.u.irqchip.pin),
-                }
-            };
-            (entry.gsi, entry.type_, first, second)
-        };
-        table.entries().iter().map(describe).collect()
-    }
-
-    #[test]
-    fn the_pins_stay_routed_beside_messages() {
-        let mut table = RouteTable::with_pin_routes();
-        let pins = described(&table);
-        // KVM's routing table has 24 routes to the I/O APIC and 16 to the two PICs.
-        assert_eq!(pins.len(), 40);
-        assert!(pins.contains(&(4, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQCHIP_PIC_MASTER, 4)));
-        assert!(pins.contains(&(12, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQCHIP_PIC_SLAVE, 4)));
-        assert!(pins.contains(&(23, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQCHIP_IOAPIC, 23)));
-
-        let (first, second) = (table.reserve(), table.reserve());
-        assert_eq!((first, second), (Some(24), Some(25)));
-        assert_eq!(described(&table), pins, "they lead nowhere yet");
-        let message = MsixMessage {
-            address: 0xFEE0_1000,
-            data: 0x31,
-            masked: false,
-        };
-        table.0.insert(25, Some(message_route(message)));
-        let routed = described(&table);
-        assert_eq!(routed[40..], [(25, KVM_IRQ_ROUTING_MSI, 0xFEE0_1000, 0x31)]);
-        table.0.remove(&24);
-        assert_eq!(
-            table.reserve(),
-            Some(24),
-            "what was given back is given out"
-        );
-    }
-
-    #[test]
-    fn gsis_end_where_kvm_ends() {
-        let mut table = RouteTable::with_pin_routes();
-        let reserved = std::iter::from_fn(|| table.reserve()).count();
-        assert_eq!(reserved, (MAX_GSIS - IOAPIC_PINS) as usize);
-    }
 }

@@ -116,6 +116,9 @@ pub mod control_loop;
 mod device;
 pub mod drives;
 mod function_thread;
+mod group_vectors;
+#[cfg(feature = "vm-memory")]
+pub mod guest_memory;
 #[cfg(all(feature = "kvm", target_arch = "x86_64"))]
 pub mod kvm;
 mod ledger_writer;
@@ -133,10 +136,11 @@ mod vmm;
 pub use apic::local_apic;
 pub use device::{DeviceError, FunctionDevice, FunctionFactory, LeaseResizer};
 pub use function_thread::{FunctionThread, SpawnerThread};
+pub use group_vectors::GroupVectors;
 pub use mapped_doorbells::DoorbellMappingStats;
 pub use nvme_guest::stats::{BackendStats, QueueStats};
 pub use nvme_guest::threads::ThreadWork;
-pub use nvme_guest::{DirtyRange, Gpa, MemoryRegion, VmmMapping};
+pub use nvme_guest::{AnonymousRegion, DirtyRange, DmaError, Gpa, MemoryRegion, VmmMapping};
 pub use nvme_mpt::PollerPool;
 pub use nvme_mpt_memory::processors::ThreadId;
 pub use nvme_mpt_memory::{Mapping, MappingAccess};

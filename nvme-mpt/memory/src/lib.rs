@@ -3,7 +3,8 @@
 //! The crate contains the unsafe code of the data path, behind safe interfaces:
 //!
 //! - [`Mapping`] is a range of guest memory or of a device's registers. If the memory is lost (a truncated file, a removed
-//!   drive), it is replaced by zeroes or ones, and an access raises no SIGBUS.
+//!   drive), it is replaced by zeroes or ones, and an access raises no SIGBUS. With the feature `vm-memory`,
+//!   `Mapping::from_guest_region` borrows a region of the crate vm-memory.
 //! - [`RawBytes`], [`RawWords`], [`MappedWord32`], [`MappedWord64`], [`SharedWords`] and [`MappedRegisters`] read and write
 //!   bytes and words of a mapping.
 //! - [`SubmissionRing`] and [`CompletionRing`] are the queues of a guest; [`HostSubmissionRing`] and [`HostCompletionRing`]
@@ -68,6 +69,8 @@ mod error_text;
 pub mod eventfd;
 pub mod file_system;
 pub mod files;
+#[cfg(feature = "vm-memory")]
+mod guest_region;
 pub mod holes;
 mod host_ring;
 mod indices;
@@ -93,6 +96,8 @@ pub mod watched_write;
 pub use bytes::{RawBytes, RawWords};
 pub use error_text::describe_error;
 pub use file_system::{allocate, host_page_size, is_size_sealed, memfd, sealed_memfd};
+#[cfg(feature = "vm-memory")]
+pub use guest_region::shared_file;
 pub use host_ring::{HostCompletionRing, HostSubmissionRing};
 pub use indices::{
     CompletionCredit, CompletionCredits, CompletionIndices, InvalidIndex, PhasedIndex, RingIndex,

@@ -2,6 +2,8 @@
 
 mod error;
 mod function_factory;
+#[cfg(feature = "vm-memory")]
+mod guest_memory;
 mod hand_over;
 mod resize;
 mod snapshot;
@@ -13,8 +15,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use nvme_guest::dma::{DmaError, MemoryRegion, VmmMapping};
+use nvme_guest::dma::{AnonymousRegion, DmaError, MemoryRegion, VmmMapping};
 use nvme_guest::{ControllerBackend, Gpa};
+use nvme_mpt_memory::Mapping;
 use nvme_spec::ids::QueueId;
 use nvme_spec::registers::Doorbell;
 use nvme_spec::registers::offset::DOORBELLS;
@@ -40,8 +43,8 @@ pub(crate) use resize::{LocalBackendSlot, note_backend};
 /// All methods may be called by any thread. Accesses to registers and to configuration space wait for each other, and for an
 /// admin command in progress. A guest's I/O commands wait for neither.
 ///
-/// Lock order: the function's state, then locks of the [`Vmm`]. So a VMM must not call a method of this type while it holds a
-/// lock that a method of its [`Vmm`] takes.
+/// Lock order: the record of mapped guest memory, the function's state, then locks of the [`Vmm`]. So a VMM must not call a
+/// method of this type while it holds a lock that a method of its [`Vmm`] takes.
 pub struct FunctionDevice {
     shared: Arc<SharedFunctionDevice>,
     /// Sizes of the BARs in bytes, in the order of [`Bar::ALL`].
@@ -49,6 +52,8 @@ pub struct FunctionDevice {
     factory: Option<FunctionFactory>,
     local_backend: LocalBackendSlot,
     thread: Mutex<Option<JoinHandle<()>>>,
+    #[cfg(feature = "vm-memory")]
+    guest_memory: Mutex<guest_memory::MappedRegions>,
 }
 
 struct SharedFunctionDevice {
@@ -120,6 +125,8 @@ impl FunctionDevice {
             factory: None,
             local_backend: LocalBackendSlot::default(),
             thread: Mutex::new(Some(thread)),
+            #[cfg(feature = "vm-memory")]
+            guest_memory: Mutex::default(),
         })
     }
 
@@ -272,6 +279,20 @@ impl FunctionDevice {
     /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
     pub fn map_vmm_memory(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DeviceError> {
         self.map_with(|host| host.map_in_place(memory, own))
+    }
+
+    /// Adds guest memory without a file, such as anonymous memory, and accesses it through the VMM's own mapping.
+    ///
+    /// A function whose drive is on a server refuses such memory ([`DmaError::NoFile`]), because only this process has access to it.
+    ///
+    /// # Errors
+    /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
+    pub fn map_anonymous_memory(
+        &self,
+        memory: AnonymousRegion,
+        own: Mapping,
+    ) -> Result<(), DeviceError> {
+        self.map_with(|host| host.map_anonymous(memory, own))
     }
 
     fn map_with(

@@ -92,35 +92,64 @@ impl ControlLoop {
 
     /// Runs the loop of the function `id` until [`Self::stop`] is called.
     pub fn run(&self, id: &str, controlled: &mut impl ControlLoopHandler) {
-        let mut events = [EpollEvent::default(); READY_MAX];
-        let mut ready = [0; READY_MAX];
         loop {
             // Rounds up to a millisecond, so as not to wake too early. -1 waits without a timeout.
             let timeout = controlled.next_timeout().map_or(-1, |due| {
                 i32::try_from(due.as_millis() + 1).unwrap_or(i32::MAX)
             });
-            let count = match self.epoll.wait(timeout, &mut events) {
-                Ok(count) => count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
+            match self.make_turn(timeout, controlled) {
+                Ok(true) => {}
+                Ok(false) => return,
                 Err(error) => {
                     log::error!("{id} is not served any more: {error}");
                     return;
                 }
-            };
-            // Consumes the wake-up before the turn, so that a wake-up during the turn causes another turn.
-            let _ = self.wake.read();
-            if self.stopping.load(Ordering::Acquire) {
-                return;
             }
-            let mut len = 0;
-            for event in &events[..count] {
-                if event.data() != WAKE {
-                    ready[len] = event.data();
-                    len += 1;
-                }
-            }
-            controlled.turn(&ready[..len]);
         }
+    }
+
+    /// Makes one turn with the event sources that are ready now, without waiting, for a caller with an event loop of its own. The
+    /// caller polls the loop's [descriptor](AsRawFd), which is readable while an event source is ready, and calls this then and
+    /// after [`ControlLoopHandler::next_timeout`]. Returns false once [`Self::stop`] was called.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub fn make_ready_turn(&self, controlled: &mut impl ControlLoopHandler) -> io::Result<bool> {
+        self.make_turn(0, controlled)
+    }
+
+    /// Waits for at most `timeout` milliseconds and makes a turn. Returns false if the loop is to end.
+    fn make_turn(
+        &self,
+        timeout: i32,
+        controlled: &mut impl ControlLoopHandler,
+    ) -> io::Result<bool> {
+        let mut events = [EpollEvent::default(); READY_MAX];
+        let mut ready = [0; READY_MAX];
+        let count = match self.epoll.wait(timeout, &mut events) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
+            waited => waited?,
+        };
+        // Consumes the wake-up before the turn, so that a wake-up during the turn causes another turn.
+        let _ = self.wake.read();
+        if self.stopping.load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        let mut len = 0;
+        for event in &events[..count] {
+            if event.data() != WAKE {
+                ready[len] = event.data();
+                len += 1;
+            }
+        }
+        controlled.turn(&ready[..len]);
+        Ok(true)
+    }
+}
+
+impl AsRawFd for ControlLoop {
+    fn as_raw_fd(&self) -> RawFd {
+        self.epoll.as_raw_fd()
     }
 }
 

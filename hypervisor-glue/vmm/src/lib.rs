@@ -134,7 +134,9 @@ mod vector_routes;
 mod vmm;
 
 pub use apic::local_apic;
-pub use device::{DeviceError, FunctionDevice, FunctionFactory, LeaseResizer};
+pub use device::{
+    DeviceError, FunctionDevice, FunctionEvents, FunctionFactory, LeaseResizer,
+};
 pub use function_thread::{FunctionThread, SpawnerThread};
 pub use group_vectors::GroupVectors;
 pub use mapped_doorbells::DoorbellMappingStats;
@@ -144,6 +146,6 @@ pub use nvme_guest::{AnonymousRegion, DirtyRange, DmaError, Gpa, MemoryRegion, V
 pub use nvme_mpt::PollerPool;
 pub use nvme_mpt_memory::processors::ThreadId;
 pub use nvme_mpt_memory::{Mapping, MappingAccess};
-pub use start::{StartError, start};
+pub use start::{StartError, start, start_in_loop};
 pub use vmm::{IntxPin, Vmm, VmmError, VmmVectors, poller_pool};
 pub use vmm_device::{Bar, BarMove, FunctionState, MsixMessage};

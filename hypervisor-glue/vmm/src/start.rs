@@ -7,7 +7,9 @@ use nvme_mpt::PollerPool;
 use thiserror::Error;
 use vmm_device::{MsixMasking, NvmeFunction};
 
-use crate::device::{DeviceError, FunctionDevice, FunctionFactory, LocalBackendSlot, note_backend};
+use crate::device::{
+    DeviceError, FunctionDevice, FunctionEvents, FunctionFactory, LocalBackendSlot, note_backend,
+};
 use crate::open::{self, LeaseLedgers, OpenError};
 use crate::options::{FunctionConfig, OptionError};
 use crate::vmm::Vmm;
@@ -41,19 +43,46 @@ pub fn start(
     vmm: Arc<dyn Vmm>,
     pollers: &Arc<PollerPool>,
 ) -> Result<FunctionDevice, StartError> {
+    let local_backend = LocalBackendSlot::default();
+    let make = function_maker(config, pollers, &local_backend)?;
+    let device = FunctionDevice::start(id, make()?, vmm)?.with_local_backend(local_backend);
+    Ok(device.with_factory(FunctionFactory::new(make, TAKE_BACK_TIMEOUT)))
+}
+
+/// Starts a function as [`start`] does, without a control thread: an event loop of the VMM has to do the control work by the
+/// returned [`FunctionEvents`].
+///
+/// # Errors
+/// See [`StartError`].
+pub fn start_in_loop(
+    config: &FunctionConfig,
+    id: &str,
+    vmm: Arc<dyn Vmm>,
+    pollers: &Arc<PollerPool>,
+) -> Result<(FunctionDevice, FunctionEvents), StartError> {
+    let local_backend = LocalBackendSlot::default();
+    let make = function_maker(config, pollers, &local_backend)?;
+    let (device, events) = FunctionDevice::start_in_loop(id, make()?, vmm)?;
+    let device = device.with_local_backend(local_backend);
+    let factory = FunctionFactory::new(make, TAKE_BACK_TIMEOUT);
+    Ok((device.with_factory(factory), events))
+}
+
+/// Returns what creates the function that `config` describes, and notes its back end in `local_backend`.
+fn function_maker(
+    config: &FunctionConfig,
+    pollers: &Arc<PollerPool>,
+    local_backend: &LocalBackendSlot,
+) -> Result<impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + 'static, OptionError> {
     let ledgers = LeaseLedgers::open(&config.state_dir);
     let parsed = config.options_with_text()?;
-    let pollers = pollers.clone();
-    let local_backend = LocalBackendSlot::default();
-    let noted_backend = local_backend.clone();
-    let make = move || -> Result<NvmeFunction, OpenError> {
+    let (pollers, local_backend) = (pollers.clone(), local_backend.clone());
+    Ok(move || {
         let opened = open::open_either_backend(&parsed, &ledgers, &pollers)?;
-        note_backend(&noted_backend, opened.local());
+        note_backend(&local_backend, opened.local());
         Ok(NvmeFunction::new(
             opened.into_backend(),
             MsixMasking::Function,
         ))
-    };
-    let device = FunctionDevice::start(id, make()?, vmm)?.with_local_backend(local_backend);
-    Ok(device.with_factory(FunctionFactory::new(make, TAKE_BACK_TIMEOUT)))
+    })
 }

@@ -1,5 +1,6 @@
 //! A function in a VMM's own process, with its control thread.
 
+mod control_events;
 mod error;
 mod function_factory;
 #[cfg(feature = "vm-memory")]
@@ -32,6 +33,7 @@ use crate::report;
 use crate::vector_routes::VectorRoutes;
 use crate::vmm::Vmm;
 
+pub use control_events::FunctionEvents;
 pub use error::DeviceError;
 pub use function_factory::FunctionFactory;
 use function_factory::HandedOverFunction;
@@ -51,9 +53,17 @@ pub struct FunctionDevice {
     bar_sizes: [u64; Bar::ALL.len()],
     factory: Option<FunctionFactory>,
     local_backend: LocalBackendSlot,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    runner: Mutex<Option<ControlRunner>>,
     #[cfg(feature = "vm-memory")]
     guest_memory: Mutex<guest_memory::MappedRegions>,
+}
+
+/// Runner of a function's control work.
+enum ControlRunner {
+    /// Control thread of the function.
+    Thread(JoinHandle<()>),
+    /// Event loop of the VMM, with [`FunctionEvents`].
+    EventLoop,
 }
 
 struct SharedFunctionDevice {
@@ -101,30 +111,55 @@ impl FunctionDevice {
     /// # Errors
     /// All variants of [`DeviceError`] that do not concern guest memory or the end of a function.
     pub fn start(id: &str, function: NvmeFunction, vmm: Arc<dyn Vmm>) -> Result<Self, DeviceError> {
+        let mut device = Self::connect(id, function, vmm)?;
+        let work = {
+            let shared = device.shared.clone();
+            Box::new(move || shared.control.run(&shared.id, &mut &*shared))
+        };
+        let spawned = device.shared.vmm.spawn(id, work);
+        let thread = spawned.map_err(|source| DeviceError::Thread {
+            id: id.to_owned(),
+            source,
+        })?;
+        device.runner = Mutex::new(Some(ControlRunner::Thread(thread)));
+        Ok(device)
+    }
+
+    /// Puts `function` into `vmm` as [`Self::start`] does, but without a control thread: an event loop of the VMM does the control
+    /// work by the returned [`FunctionEvents`].
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn start_in_loop(
+        id: &str,
+        function: NvmeFunction,
+        vmm: Arc<dyn Vmm>,
+    ) -> Result<(Self, FunctionEvents), DeviceError> {
+        let mut device = Self::connect(id, function, vmm)?;
+        let events = FunctionEvents::new(device.shared.clone());
+        let events = events.map_err(|source| DeviceError::wiring(id, source))?;
+        device.runner = Mutex::new(Some(ControlRunner::EventLoop));
+        Ok((device, events))
+    }
+
+    /// Puts `function` into `vmm`, without a runner of its control work.
+    fn connect(id: &str, function: NvmeFunction, vmm: Arc<dyn Vmm>) -> Result<Self, DeviceError> {
         let wiring = |source| DeviceError::wiring(id, source);
         let bar_sizes = Bar::ALL.map(|bar| function.bar_size(bar));
         let shared = Arc::new(SharedFunctionDevice {
             id: id.to_owned(),
-            vmm: vmm.clone(),
+            vmm,
             control: ControlLoop::new().map_err(wiring)?,
             slot: Mutex::new(DeviceSlot::Empty),
         });
         let state = shared.wire(function)?;
         *shared.slot() = DeviceSlot::Function(Box::new(state));
-        let work = {
-            let shared = shared.clone();
-            Box::new(move || shared.control.run(&shared.id, &mut &*shared))
-        };
-        let thread = vmm.spawn(id, work).map_err(|source| DeviceError::Thread {
-            id: id.to_owned(),
-            source,
-        })?;
         Ok(Self {
             shared,
             bar_sizes,
             factory: None,
             local_backend: LocalBackendSlot::default(),
-            thread: Mutex::new(Some(thread)),
+            runner: Mutex::default(),
             #[cfg(feature = "vm-memory")]
             guest_memory: Mutex::default(),
         })
@@ -326,11 +361,14 @@ impl FunctionDevice {
     /// in-flight commands did not end within 30 seconds, the guest's memory stays in use and the lease stays held until they
     /// end.
     pub fn stop(&self) -> Result<(), DeviceError> {
-        let Some(thread) = lock(&self.thread).take() else {
+        let Some(runner) = lock(&self.runner).take() else {
             return Ok(());
         };
         self.shared.control.stop();
-        let joined = thread.join();
+        let joined = match runner {
+            ControlRunner::Thread(thread) => thread.join(),
+            ControlRunner::EventLoop => Ok(()),
+        };
         let mut result = Ok(());
         let before = mem::replace(&mut *self.shared.slot(), DeviceSlot::Empty);
         if let DeviceSlot::Function(mut state) = before {

@@ -63,7 +63,7 @@ impl Vmm for NoHypervisor {
 
 /// A guest with its driver: register accesses as a vCPU traps them, and queues in guest memory.
 pub(crate) struct Guest {
-    pub(crate) function: FunctionDevice,
+    pub(crate) function: Arc<FunctionDevice>,
     pub(crate) memory: GuestMemoryMmap,
     /// Tail of each submission queue, and number of entries taken from each completion queue: admin, then I/O.
     places: [(u16, u16); 2],
@@ -72,7 +72,7 @@ pub(crate) struct Guest {
 impl Guest {
     /// Brings up the controller and creates an I/O queue pair, as a driver does (NVMe Base 2.0, section 3.5.1).
     pub(crate) fn boot(
-        function: FunctionDevice,
+        function: Arc<FunctionDevice>,
         memory: GuestMemoryMmap,
     ) -> Result<Self, Box<dyn Error>> {
         let places = [(0, 0); 2];
@@ -174,7 +174,7 @@ pub(crate) fn read_first_block(
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 16 << 20)])?;
     function.set_guest_memory(&memory)?;
 
-    let mut guest = Guest::boot(function, memory)?;
+    let mut guest = Guest::boot(Arc::new(function), memory)?;
     guest.execute(0, [0x06, 0, DATA as u32, 1, 0, 0])?; // Identify Controller
     let mut model = [0; 40];
     guest

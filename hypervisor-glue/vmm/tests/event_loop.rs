@@ -50,7 +50,7 @@ fn one_event_loop_serves_functions_until_they_are_stopped() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
         function.set_guest_memory(&memory).unwrap();
         // Admin commands complete by the event loop alone.
-        let mut guest = Guest::boot(function, memory).unwrap();
+        let mut guest = Guest::boot(Arc::new(function), memory).unwrap();
         guest.execute(0, [0x06, 0, 0x1_0000, 1, 0, 0]).unwrap();
         guest.execute(1, [0x02, 1, 0x1_0000, 0, 0, 0]).unwrap();
         guest.function.stop().unwrap();

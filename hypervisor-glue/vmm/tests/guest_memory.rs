@@ -72,7 +72,7 @@ fn regions_with_and_without_a_file_come_and_go() {
         let first = GuestMemoryMmap::from_arc_regions(vec![region(0, is_file)]).unwrap();
         let atomic = GuestMemoryAtomic::new(first.clone());
         function.set_guest_memory(&atomic).unwrap();
-        let mut guest = Guest::boot(function, first.clone()).unwrap();
+        let mut guest = Guest::boot(Arc::new(function), first.clone()).unwrap();
         assert!(copies(&mut guest, 0x9000));
 
         let plugged = region(PLUGGED, !is_file);
@@ -115,7 +115,7 @@ fn written_pages_are_marked_in_the_memorys_own_bitmap() {
     let tracked = TrackedMemory::from_ranges_with_files(ranges).unwrap();
     let function = function();
     function.set_guest_memory(&tracked).unwrap();
-    let mut guest = Guest::boot(function, memory).unwrap();
+    let mut guest = Guest::boot(Arc::new(function), memory).unwrap();
     guest.function.mark_dirty_pages(&tracked).unwrap_err();
     guest.function.start_dirty_log().unwrap();
     guest.execute(1, [0x02, 1, 0x2_0000, 0, 0, 7]).unwrap();

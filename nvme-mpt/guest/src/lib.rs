@@ -90,8 +90,8 @@ pub use backend::{
     PersistedBackendParts, PersistedQueues, QueueBackend, QueueError, SharedBackendParts, SqConfig,
 };
 pub use dma::{
-    AnonymousRegion, DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryLimit, MemoryRefusal,
-    MemoryRegion, VmmMapping,
+    AnonymousRegion, DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryLimit,
+    MemoryRefusal, MemoryRegion, VmmMapping,
 };
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage, DoorbellStride};
 pub use event::{BackendEvent, DriveEvent, ErrorEntry, EventQueue, IoQueueEvent, QueueFailure};

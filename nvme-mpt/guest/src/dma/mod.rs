@@ -130,7 +130,12 @@ impl MemoryRegion {
 /// Checks that a region is not empty, does not wrap around, and consists of whole pages.
 fn check_range(gpa: Gpa, len: u64) -> Result<(), DmaError> {
     let wraps = gpa.0.checked_add(len).is_none();
-    if wraps || len == 0 || len >> 63 != 0 || !gpa.is_page_aligned() || len % PAGE_SIZE != 0 {
+    if wraps
+        || len == 0
+        || len >> 63 != 0
+        || !gpa.is_page_aligned()
+        || !len.is_multiple_of(PAGE_SIZE)
+    {
         return Err(DmaError::InvalidRegion { gpa, len });
     }
     Ok(())

@@ -1,5 +1,57 @@
-//! Files that a VMM's sandbox must allow for its functions, and drives that this process never opens itself, because a drive
-//! server has them.
+//! Requirements of functions on the jail of their VMM, and drives that this process never opens itself, because a drive server
+//! has them.
+//!
+//! A VMM confines itself once, before its guest runs: by Landlock (files), seccomp (system calls), resource limits and capabilities.
+//! [`requirements`] returns what a function with given options needs of each. A function that is added later needs no more than it
+//! would have needed from the start, so a VMM asks for each function that may be added.
+//!
+//! # System calls
+//!
+//! A filter is given to each thread by its [kind](ThreadKind). A VMM applies those of control threads and pollers in its
+//! [`Vmm::spawn`](crate::Vmm::spawn), which knows the thread's [name](ThreadKind::of_thread):
+//!
+//! ```
+//! use std::collections::BTreeMap;
+//!
+//! use nvme_mpt_vmm::options::FunctionConfig;
+//! use nvme_mpt_vmm::sandbox::{self, ThreadKind};
+//! use seccompiler::{
+//!     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+//! };
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let config = FunctionConfig::from_keys(|key| (key == "path").then(|| "memory:64M".to_owned()))?;
+//! let requirements = sandbox::requirements(&config)?;
+//! let kind = ThreadKind::of_thread("poll-shared-0");
+//! // No rule for a call: its arguments do not matter.
+//! let calls = requirements.system_calls(kind);
+//! let mut rules: BTreeMap<_, _> = calls.map(|call| (call.number, Vec::new())).collect();
+//! let mut requests = Vec::new();
+//! for ioctl in requirements.ioctls(kind) {
+//!     let number = ioctl.number.into();
+//!     let is_it = SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, number)?;
+//!     requests.push(SeccompRule::new(vec![is_it])?);
+//! }
+//! if !requests.is_empty() {
+//!     rules.insert(libc::SYS_ioctl, requests);
+//! }
+//! let architecture = std::env::consts::ARCH.try_into()?;
+//! let filter = SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, architecture)?;
+//! let filter: BpfProgram = filter.try_into()?;
+//! // In the new thread, before it does its work: seccompiler::apply_filter(&filter)?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The tables have each call with its reason. They hold for glibc on x86-64 and aarch64. Functions also make the calls of the VMM's
+//! own [`Vmm`](crate::Vmm), such as KVM's ioctls, on control threads and vCPU threads.
+//!
+//! # Descriptors, memory and capabilities
+//!
+//! [`Requirements::descriptors`] is an upper bound for `RLIMIT_NOFILE`. A physical drive pins guest memory, which counts against
+//! `RLIMIT_MEMLOCK`. No other capability is needed: the owner of a VFIO group's file in `/dev/vfio` may open it.
+//!
+//! # Drives of servers
 //!
 //! A sandbox such as Landlock is set up once, and lasts until the process ends. A function on a server's drive only needs
 //! access to the directory of the servers' sockets. If the server ends, the function waits for the next server, so the VMM
@@ -9,6 +61,9 @@
 //! So [`required_files`] looks for the drive's server while the sandbox is set up. If there is a server, this process leaves
 //! the drive to servers from then on: a function that is added afterwards is refused while no server has the drive.
 
+mod requirements;
+mod system_calls;
+
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -17,6 +72,9 @@ use nvme_mpt_memory::userfaultfd::open_own_mappings;
 
 use crate::drives::DrivePath;
 use crate::options::{FunctionConfig, OptionError, ParsedFunctionOptions};
+
+pub use requirements::{Capability, Requirements};
+pub use system_calls::{IoctlRequest, SystemCall, ThreadKind};
 
 /// Absolute paths of the drives that this process leaves to servers: it never opens them itself, because its sandbox was set up
 /// while a server had them.
@@ -54,6 +112,17 @@ pub fn required_files(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, O
         return config.required_files();
     }
     Ok(config.required_files_with_server())
+}
+
+/// Returns the requirements of a function on the jail of its VMM: files, system calls, descriptors and capabilities. Like
+/// [`required_files`], this leaves the drive to servers if a server has it.
+///
+/// # Errors
+/// As [`required_files`].
+pub fn requirements(config: &FunctionConfig) -> Result<Requirements, OptionError> {
+    let files = required_files(config)?;
+    let parsed = config.options_with_text()?;
+    Ok(Requirements::new(parsed.options(), files, is_left(&parsed)))
 }
 
 /// Returns whether this process leaves the function's drive to servers, until the process ends. If so, no thread of this

@@ -4,7 +4,7 @@
 //! program `reference-vmm`, in `integration/src/vmm/`. The first argument is the drive, as in the option `path`:
 //!
 //! ```sh
-//! cargo run -p nvme-mpt-vmm --features vm-memory --example minimal -- drive.img
+//! cargo run -p nvme-mpt-vmm --example minimal -- drive.img
 //! ```
 
 use std::env;

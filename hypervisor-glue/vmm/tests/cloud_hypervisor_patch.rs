@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use nvme_mpt_vmm::options::FunctionConfig;
+use nvme_mpt_vmm::sandbox::{self, ThreadKind};
 
 const PATCH: &str = include_str!("../../cloud-hypervisor/v53.0.patch");
 /// Source of the module with the trait `Vmm`.
@@ -181,4 +182,24 @@ fn the_patchs_filter_keeps_drives_from_threads_with_served_drives() {
     let ioctls = filter_lines("create_nvme_mpt_served_ioctl_seccomp_rule");
     assert!(!ioctls.contains("VFIO"), "{ioctls}");
     assert!(filter_lines("create_nvme_mpt_ioctl_seccomp_rule").contains("VFIO"));
+}
+
+/// A VMM may take the filter of its threads from this list, as the patch could.
+#[test]
+fn the_patchs_filter_allows_nothing_beyond_the_requirements() {
+    let drive = tempfile::NamedTempFile::new().expect("file");
+    let path = drive.path().display().to_string();
+    let config = FunctionConfig::from_keys(|key| (key == "path").then(|| path.clone()));
+    let requirements = sandbox::requirements(&config.expect("valid")).expect("valid");
+    let calls = requirements.system_calls(ThreadKind::Control);
+    let required: Vec<&str> = calls.map(|call| call.name()).collect();
+    let added = ["nvme_mpt_common_rules", "nvme_mpt_thread_rules"].map(filter_lines);
+    let mut allowed = added
+        .iter()
+        .flat_map(|lines| lines.split("libc::SYS_").skip(1));
+    let unknown = allowed.find(|call| {
+        let name = call.split(',').next().expect("a name");
+        name != "ioctl" && !required.contains(&name)
+    });
+    assert_eq!(unknown, None);
 }

@@ -266,11 +266,9 @@ const SYSTEM_CALLS: &[TableEntry<SystemCall>] = &[
     call(Leased, POLLER, sys!(SYS_fsync), "ledger"),
     #[cfg(target_arch = "x86_64")]
     call(Leased, POLLER, sys!(SYS_chmod), "ledger"),
-    #[cfg(not(target_arch = "x86_64"))]
     call(Leased, POLLER, sys!(SYS_fchmodat), "ledger"),
     #[cfg(target_arch = "x86_64")]
     call(Leased, POLLER, sys!(SYS_mkdir), "ledger"),
-    #[cfg(not(target_arch = "x86_64"))]
     call(Leased, POLLER, sys!(SYS_mkdirat), "ledger"),
     #[cfg(target_arch = "x86_64")]
     call(Leased, POLLER, sys!(SYS_open), "ledger"),
@@ -282,7 +280,6 @@ const SYSTEM_CALLS: &[TableEntry<SystemCall>] = &[
     ),
     #[cfg(target_arch = "x86_64")]
     call(Leased, POLLER, sys!(SYS_rename), "ledger"),
-    #[cfg(not(target_arch = "x86_64"))]
     call(Leased, POLLER, sys!(SYS_renameat), "ledger"),
     // Files and block devices.
     call(

@@ -4,6 +4,24 @@
 //! [`Vmm`], the interface that functions use, and holds a [`FunctionDevice`] for each function. The VMM forwards accesses to
 //! configuration space and to the BARs, follows BARs that move, and reports guest memory that is added or removed.
 //!
+//! # Embedding in one hour
+//!
+//! 1. **The VMM**: implement [`Vmm`], as below, or use `kvm::KvmVmm` with a `VmFd`. Make one [pool of pollers](poller_pool).
+//! 2. **The function**: [`start`] opens the drive and takes the lease that a [`FunctionConfig`](options::FunctionConfig) describes. A
+//!    VMM's own configuration can contain it, since it implements serde's traits.
+//! 3. **Memory**: `FunctionDevice::set_guest_memory` takes a `GuestMemoryMmap` or `GuestMemoryAtomic` of vm-memory, now and after
+//!    each change (feature `vm-memory`). Other VMMs describe [regions](FunctionDevice::map_memory).
+//! 4. **Accesses**: forward configuration space to [`FunctionDevice::read_config`] and [`FunctionDevice::write_config`], which
+//!    returns the BARs that moved. Forward accesses to BARs by `DeviceMmio` of the crate vm-device, or by
+//!    [`FunctionDevice::read_bar`] and [`FunctionDevice::write_bar`].
+//! 5. **Threads**: [`Vmm::spawn`] may confine them. A VMM with one event loop uses [`start_in_loop`].
+//! 6. **Jail**: [`sandbox::requirements`] lists files, system calls, descriptors and capabilities.
+//! 7. **Pause, snapshot, migration**: [`FunctionDevice::pause`], [`save`](FunctionDevice::save),
+//!    [`restore`](FunctionDevice::restore), [`resume`](FunctionDevice::resume), and
+//!    [`start_dirty_log`](FunctionDevice::start_dirty_log).
+//!
+//! `examples/minimal.rs` is a whole VMM without a hypervisor, whose driver reads a block. `integration/src/vmm/` boots Linux on KVM.
+//!
 //! # Example
 //!
 //! A function on a drive in memory, in a VMM that maps and raises nothing:
@@ -13,7 +31,7 @@
 //! use std::sync::Arc;
 //!
 //! use nvme_mpt_vmm::options::FunctionConfig;
-//! use nvme_mpt_vmm::{Bar, Gpa, Mapping, MsixMessage, Vmm, VmmError, VmmVectors};
+//! use nvme_mpt_vmm::{Bar, Gpa, GroupVectors, Mapping, Vmm, VmmError, VmmVectors};
 //! use vmm_sys_util::eventfd::EventFd;
 //!
 //! #[derive(Debug)]
@@ -38,22 +56,10 @@
 //!
 //!     fn vectors(&self, count: u16) -> Result<Box<dyn VmmVectors>, VmmError> {
 //!         let eventfds = (0..count).map(|_| EventFd::new(libc::EFD_NONBLOCK));
-//!         let eventfds = eventfds.collect::<io::Result<_>>();
+//!         let eventfds = eventfds.collect::<io::Result<Vec<_>>>();
 //!         let eventfds = eventfds.map_err(|error| VmmError::new("make eventfds", error))?;
-//!         Ok(Box::new(Irqs(eventfds)))
-//!     }
-//! }
-//!
-//! #[derive(Debug)]
-//! struct Irqs(Vec<EventFd>);
-//!
-//! impl VmmVectors for Irqs {
-//!     fn eventfd(&self, vector: u16) -> io::Result<EventFd> {
-//!         self.0[usize::from(vector)].try_clone()
-//!     }
-//!
-//!     fn set_message(&self, _: u16, _: MsixMessage) -> Result<(), VmmError> {
-//!         Ok(())
+//!         let notifier = move |vector| eventfds.get(usize::from(vector))?.try_clone().ok();
+//!         Ok(Box::new(GroupVectors::new(count, notifier, |_, _| Ok(()))))
 //!     }
 //! }
 //!
@@ -63,6 +69,13 @@
 //! let value = |key: &str| (key == "path").then(|| "memory:64M".to_owned());
 //! let config = FunctionConfig::from_keys(value)?;
 //! let function = nvme_mpt_vmm::start(&config, "nvme0", vmm, &pollers)?;
+//! # #[cfg(feature = "vm-memory")]
+//! # {
+//! use vm_memory::{GuestAddress, GuestMemoryMmap};
+//!
+//! let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)])?;
+//! function.set_guest_memory(&memory)?;
+//! # }
 //!
 //! // A guest's firmware reads the class code and gives BAR0 an address.
 //! let mut class = [0; 4];
@@ -85,13 +98,16 @@
 //! | [`open`] | leases a part of a drive, and creates the controller backend for a guest |
 //! | [`control_loop`] | runs the control thread of a function |
 //! | [`report`] | prints an error with its causes |
-//! | [`sandbox`] | lists the files that a sandbox lets functions use |
+//! | [`sandbox`] | lists what the jail of a VMM must allow its functions |
+//! | `guest_memory` | reads guest memory of the crate vm-memory, and marks dirty pages in it |
 //! | `kvm` | implements [`Vmm`] over KVM's own interface |
 //!
 //! # Features
 //!
 //! All features are off by default.
 //!
+//! - `vm-memory`: the module `guest_memory`, for versions 0.17 and 0.18 of the crate vm-memory.
+//! - `event-manager`: [`FunctionEvents`] is a subscriber of the crate event-manager.
 //! - `kvm`: the module `kvm`, for x86-64 only, because its interrupt routes are those of a PC.
 //! - `key-value-files`: drives of keys and values in files.
 //! - `toml`: the options `profile=` and `faults=`, whose values are written in TOML. Without this feature, they are unknown

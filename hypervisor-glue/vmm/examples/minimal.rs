@@ -6,6 +6,7 @@
 //! ```sh
 //! cargo run -p nvme-mpt-vmm --example minimal -- drive.img
 //! ```
+#![expect(clippy::disallowed_methods, reason = "the guest has time of its own")]
 
 use std::env;
 use std::error::Error;

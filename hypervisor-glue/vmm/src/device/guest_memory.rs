@@ -1,6 +1,7 @@
 //! Guest memory of the crate vm-memory: maps and unmaps its changes, and marks dirty pages in its bitmaps.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use nvme_guest::dma::{AnonymousRegion, DmaError, MemoryRegion, VmmMapping};
 use nvme_guest::{ControllerBackend, Gpa};
@@ -43,10 +44,9 @@ impl FunctionDevice {
             mapped.remove(&gpa);
         }
         for region in memory.iter() {
-            let gpa = region.gpa().0;
-            if !mapped.contains_key(&gpa) {
+            if let Entry::Vacant(entry) = mapped.entry(region.gpa().0) {
                 self.map_with(|host| map_region(host, region, memory.is_complete))?;
-                mapped.insert(gpa, (region.len(), region.address()));
+                entry.insert((region.len(), region.address()));
             }
         }
         Ok(())

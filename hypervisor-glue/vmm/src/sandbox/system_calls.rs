@@ -247,7 +247,6 @@ const SYSTEM_CALLS: &[TableEntry<SystemCall>] = &[
     // Files: memory, processors, control groups, the process's own mappings.
     call(Every, POLLER, sys!(SYS_fstat), "files"),
     call(Every, POLLER, sys!(SYS_lseek), "holes of memory and files"),
-    #[cfg(target_arch = "x86_64")]
     call(Every, POLLER, sys!(SYS_newfstatat), "files"),
     call(Every, POLLER, sys!(SYS_statx), "files"),
     call(Every, CONTROL, sys!(SYS_fstatfs), "kind of guest memory"),

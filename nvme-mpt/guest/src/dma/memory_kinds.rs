@@ -14,6 +14,7 @@
 //!   space, and hides no content.
 //! * **Holes.** fallocate blocks page faults in a range while it punches a hole there. The time is bounded by the hole's
 //!   pages, and a guest's balloon punches holes as well. Seals that forbid holes would forbid virtio-mem.
+//! * **Anonymous memory** of a VMM in this process ([`AnonymousRegion`](super::AnonymousRegion)) is memory of the kernel, too.
 //! * **Truncation** raises SIGBUS, as do a full tmpfs and an empty pool of huge pages.
 //! * **Swap** makes page faults wait for the host's swap device. This is the host's choice, as for any memory of its VMs.
 //!

@@ -17,7 +17,8 @@ use nvme_mpt_vmm::options::FunctionConfig;
 use nvme_mpt_vmm::{FunctionEvents, Vmm, poller_pool};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
-use minimal::{Guest, NoHypervisor};
+use minimal::NoHypervisor;
+use minimal::guest::Guest;
 
 #[test]
 fn one_event_loop_serves_functions_until_they_are_stopped() {

@@ -16,7 +16,8 @@ use vm_memory::{
     Bytes, FileOffset, GuestAddress, GuestMemoryAtomic, GuestMemoryMmap, GuestRegionMmap,
 };
 
-use minimal::{Guest, NoHypervisor};
+use minimal::NoHypervisor;
+use minimal::guest::Guest;
 
 const LEN: usize = 1 << 20;
 /// Guest address of memory that comes and goes.

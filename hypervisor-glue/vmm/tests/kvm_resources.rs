@@ -15,7 +15,7 @@ use nvme_mpt_vmm::options::FunctionConfig;
 use nvme_mpt_vmm::{Bar, Gpa, Mapping, MsixMessage, Vmm, poller_pool};
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
-use minimal::Guest;
+use minimal::guest::Guest;
 
 /// Slots and GSIs of a VMM, of which its other devices have the lower ones.
 #[derive(Debug)]

@@ -47,7 +47,8 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::signal::register_signal_handler;
 
-use minimal::{Guest, NoHypervisor};
+use minimal::NoHypervisor;
+use minimal::guest::Guest;
 
 /// Environment variable with the options of the function that a child process starts in its jail.
 const JAILED: &str = "NVME_MPT_TEST_JAILED";

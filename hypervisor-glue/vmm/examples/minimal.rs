@@ -22,7 +22,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use guest::{DATA, Guest};
 
-/// What a function asks of its VMM. A real VMM asks its hypervisor.
+/// Services of a VMM for its functions. A real VMM asks its hypervisor.
 #[derive(Debug)]
 pub(crate) struct NoHypervisor;
 

@@ -51,7 +51,7 @@ pub struct SystemCall {
     pub number: c_long,
     /// Name in libc, such as `SYS_futex`.
     constant: &'static str,
-    /// What needs the call.
+    /// Use of the call, in a few words.
     pub reason: &'static str,
 }
 
@@ -71,7 +71,7 @@ pub struct IoctlRequest {
     pub number: u32,
     /// Name of the request in the kernel's headers.
     pub name: &'static str,
-    /// What needs the request.
+    /// Use of the request, in a few words.
     pub reason: &'static str,
 }
 

@@ -4,8 +4,22 @@
 //! In another version, a tool such as `patch` would insert lines in wrong places. So the git blob id of each file is
 //! compared with the expected id before and after the patch. Either all files are patched, or none.
 
+#![forbid(unsafe_code)]
+
+pub mod anchor;
 mod blob;
+pub mod checkout;
+pub mod edit;
+mod lines;
 mod patch;
+pub mod plan;
+mod rust_anchor;
+mod rust_container;
+mod rust_source;
+pub mod series;
+mod text_anchor;
+mod toml_anchor;
+mod yaml_anchor;
 
 use std::fs::{self, File};
 use std::io::{self, Write};

@@ -86,8 +86,13 @@ fn only(
     })
 }
 
+/// Checks that a text consists of imports and declarations of modules.
 fn check_imports(text: &str) -> Result<(), AnchorError> {
-    let is_import = |item: &Item| matches!(item, Item::Use(_));
+    let is_import = |item: &Item| match item {
+        Item::Use(_) => true,
+        Item::Mod(module) => module.content.is_none(),
+        _ => false,
+    };
     match syn::parse_file(text) {
         Ok(file) if file.attrs.is_empty() && file.items.iter().all(is_import) => Ok(()),
         _ => Err(AnchorError::NotImports),
@@ -182,7 +187,10 @@ impl Finder<'_> {
 
     /// Adds an element if it mentions the name and no element inside of it does.
     fn check(&mut self, part: &impl Spanned, has_comma: bool, visit: impl FnOnce(&mut Self)) {
-        let range = self.source.range(part);
+        self.check_range(self.source.range(part), has_comma, visit);
+    }
+
+    fn check_range(&mut self, range: Range<usize>, has_comma: bool, visit: impl FnOnce(&mut Self)) {
         let is_inside = |at: &Range<usize>| range.start <= at.start && at.end <= range.end;
         if !self.mentions.iter().any(is_inside) {
             return;
@@ -239,7 +247,9 @@ impl Visit<'_> for Finder<'_> {
     }
 
     fn visit_arm(&mut self, arm: &Arm) {
-        self.check(arm, true, |finder| visit::visit_arm(finder, arm));
+        // The syntax tree has the comma in the arm.
+        let range = self.source.range(arm).start..self.source.range(&arm.body).end;
+        self.check_range(range, true, |finder| visit::visit_arm(finder, arm));
     }
 
     fn visit_field_value(&mut self, value: &FieldValue) {

@@ -3,34 +3,21 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
-use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use thiserror::Error;
 
 use crate::plan::Files;
+use crate::program::{self, ProgramError};
 use crate::series::{Series, Version, lines};
 
 /// Error of a checkout. It stays as it was.
 #[derive(Debug, Error)]
 pub enum CheckoutError {
-    /// A program could not be started.
-    #[error("{program} cannot be started: {source}")]
-    Start {
-        /// Name of the program.
-        program: &'static str,
-        /// Kernel's error.
-        source: io::Error,
-    },
-    /// A program reported an error.
-    #[error("`{command}` failed: {message}")]
-    Failed {
-        /// The program with its first arguments.
-        command: String,
-        /// What the program wrote.
-        message: String,
-    },
+    /// Git failed.
+    #[error(transparent)]
+    Program(#[from] ProgramError),
     /// The directory is in no git checkout, or below the top directory of one.
     #[error("{} is not the top directory of a git checkout", .0.display())]
     NoCheckout(PathBuf),
@@ -77,10 +64,10 @@ impl Checkout {
         let no_checkout = |_| CheckoutError::NoCheckout(dir.to_owned());
         let real = fs::canonicalize(dir).map_err(no_checkout)?;
         let top = match checkout.git(["rev-parse", "--show-toplevel"]) {
-            Err(CheckoutError::Failed { .. }) => {
+            Err(ProgramError::Failed { .. }) => {
                 return Err(CheckoutError::NoCheckout(dir.to_owned()));
             }
-            top => path_of(top?),
+            top => program::path_of(top?),
         };
         if fs::canonicalize(top).map_err(no_checkout)? != real {
             return Err(CheckoutError::NoCheckout(dir.to_owned()));
@@ -103,7 +90,7 @@ impl Checkout {
     /// The checkout's commit is no version of the series.
     pub fn version<'a>(&self, series: &'a Series) -> Result<&'a Version, CheckoutError> {
         let commit = match self.line(["rev-parse", "--verify", "HEAD^{commit}"]) {
-            Err(CheckoutError::Failed { .. }) => "no commit".to_owned(),
+            Err(ProgramError::Failed { .. }) => "no commit".to_owned(),
             commit => commit?,
         };
         if let Some(version) = series.version_of(&commit) {
@@ -119,29 +106,106 @@ impl Checkout {
         })
     }
 
+    /// Checks that no tracked file is changed, and that no file is where one will be added.
+    ///
+    /// # Errors
+    /// All files that are in the way are named at once.
+    pub fn check_clean<'a>(
+        &self,
+        added: impl IntoIterator<Item = &'a str>,
+    ) -> Result<(), CheckoutError> {
+        // Without the option, git would write the index.
+        let output = self.git([
+            "--no-optional-locks",
+            "status",
+            "--porcelain=v1",
+            "-z",
+            "--no-renames",
+            "--untracked-files=no",
+        ])?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let mut files: Vec<_> = text
+            .split('\0')
+            .filter_map(|entry| entry.get(3..))
+            .map(str::to_owned)
+            .collect();
+        for path in added {
+            // Tracked files are reported as problems of the series.
+            let is_there = fs::symlink_metadata(self.dir.join(path)).is_ok();
+            if is_there && self.line(["ls-files", "--", path])?.is_empty() {
+                files.push(path.to_owned());
+            }
+        }
+        match files.is_empty() {
+            true => Ok(()),
+            false => Err(CheckoutError::Dirty(files)),
+        }
+    }
+
+    /// Checks that a branch can be made.
+    ///
+    /// # Errors
+    /// The branch exists, or the name is no name for one.
+    pub fn check_branch(&self, branch: &str) -> Result<(), CheckoutError> {
+        let name = format!("refs/heads/{branch}");
+        let is_name = self.git(["check-ref-format", "--branch", branch]);
+        match (
+            is_name,
+            self.git(["show-ref", "--verify", "--quiet", &name]),
+        ) {
+            (Err(ProgramError::Failed { .. }), _) => {
+                Err(CheckoutError::NoBranchName(branch.to_owned()))
+            }
+            (_, Ok(_)) => Err(CheckoutError::BranchExists(branch.to_owned())),
+            (Ok(_), Err(ProgramError::Failed { .. })) => Ok(()),
+            (Err(error), _) | (_, Err(error)) => Err(error.into()),
+        }
+    }
+
+    /// Makes a branch at a commit, and checks it out.
+    ///
+    /// # Errors
+    /// Git refused, and there is no branch.
+    pub fn switch_to_new(&self, branch: &str, commit: &str) -> Result<(), CheckoutError> {
+        self.git([
+            "switch",
+            "--quiet",
+            "--no-track",
+            "--create",
+            branch,
+            commit,
+        ])?;
+        Ok(())
+    }
+
     /// Runs git in the checkout.
     pub(crate) fn git<S: AsRef<OsStr>>(
         &self,
         arguments: impl IntoIterator<Item = S>,
-    ) -> Result<Output, CheckoutError> {
-        let mut command = Command::new("git");
-        command.arg("-C").arg(&self.dir).args(arguments);
-        // Git's messages are shown, and some are compared. Variables of a hook name another checkout.
-        for name in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"] {
-            command.env_remove(name);
-        }
-        run("git", &mut command)
+    ) -> Result<Output, ProgramError> {
+        program::run(&mut git(&self.dir, arguments), "")
     }
 
     /// Runs git in the checkout, and returns the only line that it writes.
     pub(crate) fn line<S: AsRef<OsStr>>(
         &self,
         arguments: impl IntoIterator<Item = S>,
-    ) -> Result<String, CheckoutError> {
+    ) -> Result<String, ProgramError> {
         let output = self.git(arguments)?;
         let text = String::from_utf8_lossy(&output.stdout);
         Ok(text.trim_end().to_owned())
     }
+}
+
+/// Returns a command that runs git in a directory.
+pub(crate) fn git<S: AsRef<OsStr>>(dir: &Path, arguments: impl IntoIterator<Item = S>) -> Command {
+    let mut command = Command::new("git");
+    command.arg("-C").arg(dir).args(arguments);
+    // Variables of a hook would name another checkout.
+    for name in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"] {
+        command.env_remove(name);
+    }
+    command
 }
 
 impl Files for Checkout {
@@ -158,37 +222,4 @@ pub(crate) fn read_file(path: &Path) -> io::Result<Option<Vec<u8>>> {
         Ok(status) if status.is_file() => fs::read(path).map(Some),
         Ok(_) => Err(io::Error::other("it is not a regular file")),
     }
-}
-
-/// Returns the path that a program wrote.
-pub(crate) fn path_of(output: Output) -> PathBuf {
-    let mut bytes = output.stdout;
-    if bytes.ends_with(b"\n") {
-        bytes.pop();
-    }
-    PathBuf::from(std::ffi::OsString::from_vec(bytes))
-}
-
-/// Runs a program to its end.
-pub(crate) fn run(program: &'static str, command: &mut Command) -> Result<Output, CheckoutError> {
-    let output = command
-        .output()
-        .map_err(|source| CheckoutError::Start { program, source })?;
-    if output.status.success() {
-        return Ok(output);
-    }
-    let words = command.get_args().map(OsStr::to_string_lossy);
-    let words: Vec<_> = words.skip_while(|word| *word == "-C").take(6).collect();
-    let text = match output.stderr.trim_ascii().is_empty() {
-        true => &output.stdout,
-        false => &output.stderr,
-    };
-    let text = String::from_utf8_lossy(text).trim().to_owned();
-    Err(CheckoutError::Failed {
-        command: format!("{program} {}", words.join(" ")),
-        message: match text.is_empty() {
-            true => output.status.to_string(),
-            false => text,
-        },
-    })
 }

@@ -8,17 +8,22 @@
 
 pub mod anchor;
 mod blob;
+pub mod branch;
 pub mod checkout;
 pub mod edit;
 mod lines;
+mod lock;
 mod patch;
 pub mod plan;
+pub mod program;
 mod rust_anchor;
 mod rust_container;
 mod rust_source;
+mod rustfmt;
 pub mod series;
 mod text_anchor;
 mod toml_anchor;
+mod worktree;
 mod yaml_anchor;
 
 use std::fs::{self, File};

@@ -249,7 +249,8 @@ impl Visit<'_> for Finder<'_> {
     fn visit_arm(&mut self, arm: &Arm) {
         // The syntax tree has the comma in the arm.
         let range = self.source.range(arm).start..self.source.range(&arm.body).end;
-        self.check_range(range, true, |finder| visit::visit_arm(finder, arm));
+        let has_comma = rust_container::has_comma(arm);
+        self.check_range(range, has_comma, |finder| visit::visit_arm(finder, arm));
     }
 
     fn visit_field_value(&mut self, value: &FieldValue) {

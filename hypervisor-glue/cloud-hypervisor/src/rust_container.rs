@@ -150,6 +150,10 @@ pub(crate) fn find(
                 found: Vec::new(),
             };
             finder.search(&container.body);
+            if finder.found.is_empty() && segment.kind == Kind::Array && is_array(source, container)
+            {
+                finder.check_array_itself(container);
+            }
             for inner in finder.found {
                 // Enclosing items of the same name enclose the same parts.
                 if !found.iter().any(|other| other.range == inner.range) {
@@ -166,6 +170,12 @@ pub(crate) fn find(
         containers = found;
     }
     Ok(containers)
+}
+
+/// Returns whether an enclosing item, such as a constant, is an array.
+fn is_array(source: &RustSource<'_>, container: &Container) -> bool {
+    let is_list = matches!(container.body, Body::Elements(_));
+    is_list && source.text[..container.range.start].ends_with('[')
 }
 
 fn whole_file(source: &RustSource<'_>) -> Container {
@@ -294,7 +304,7 @@ impl Finder<'_> {
                 expr.brace_token.span,
                 &expr.attrs,
                 name,
-                true,
+                expr.arms.last().is_some_and(has_comma),
             ),
             Expr::Struct(literal) => self.push_literal(literal, name),
             Expr::Array(array) => {
@@ -440,6 +450,12 @@ impl Finder<'_> {
         matches!(self.segment.kind, Kind::Call | Kind::Closure)
     }
 
+    fn check_array_itself(&mut self, container: &Container) {
+        if self.source.mentions(&self.segment.name, &container.range) {
+            self.found.push(container.clone());
+        }
+    }
+
     /// Adds an array, unless an array inside of it mentions the name too.
     fn check_array(&mut self, elements: &[Expr], push: impl FnOnce(&mut Self)) {
         let before = self.found.len();
@@ -570,6 +586,21 @@ impl Visit<'_> for Finder<'_> {
             false => elements.iter().for_each(|element| self.visit_expr(element)),
         }
     }
+}
+
+/// Returns whether a match arm ends with a comma, or needs one in front of another arm.
+pub(crate) fn has_comma(arm: &Arm) -> bool {
+    let is_block = matches!(
+        *arm.body,
+        Expr::Block(_)
+            | Expr::Unsafe(_)
+            | Expr::If(_)
+            | Expr::Match(_)
+            | Expr::Loop(_)
+            | Expr::ForLoop(_)
+            | Expr::While(_)
+    );
+    arm.comma.is_some() || !is_block
 }
 
 /// Returns the arguments of a macro, if they are a list of expressions.

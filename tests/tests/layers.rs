@@ -240,6 +240,7 @@ fn no_modules_import_each_other() {
         "hypervisor-glue/server",
         "hypervisor-glue/doctor",
         "hypervisor-glue/cli",
+        "hypervisor-glue/cloud-hypervisor",
         "tests",
         "integration",
         "integration/load",

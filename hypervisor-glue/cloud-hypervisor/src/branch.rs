@@ -7,10 +7,10 @@ use thiserror::Error;
 
 use crate::checkout::{Checkout, CheckoutError};
 use crate::lock;
-use crate::plan::{CommitChange, Problems};
+use crate::plan::{CommitChange, Plan, Problems};
 use crate::program::ProgramError;
 use crate::rustfmt::Rustfmt;
-use crate::series::{Series, SeriesCommit, Version};
+use crate::series::{Series, Version};
 use crate::worktree::Worktree;
 
 /// Error of making a branch. The checkout stays as it was.
@@ -65,7 +65,7 @@ pub fn check<'a>(
     checkout: &Checkout,
     series: &'a Series,
     branch: &str,
-) -> Result<(&'a Version, Vec<(&'a SeriesCommit, CommitChange)>), BranchError> {
+) -> Result<(&'a Version, Plan<'a>), BranchError> {
     let version = checkout.version(series)?;
     let commits = series.commits.iter();
     let added: BTreeSet<&str> = commits

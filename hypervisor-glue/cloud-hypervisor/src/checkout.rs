@@ -200,7 +200,8 @@ impl Checkout {
 /// Returns a command that runs git in a directory.
 pub(crate) fn git<S: AsRef<OsStr>>(dir: &Path, arguments: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new("git");
-    command.arg("-C").arg(dir).args(arguments);
+    command.arg("--literal-pathspecs").arg("-C").arg(dir);
+    command.args(arguments);
     // Variables of a hook would name another checkout.
     for name in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"] {
         command.env_remove(name);

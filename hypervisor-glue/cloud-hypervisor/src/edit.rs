@@ -86,12 +86,16 @@ pub fn apply(file: &Path, text: &str, edits: &[&Edit]) -> EditedText {
     // Several edits may ask for the same comma.
     changes.dedup_by(|a, b| a.order == 0 && b.order == 0 && a.range == b.range);
     let edited = apply_changes(text, &changes);
-    let broken = check_language(extension, &edited).err();
+    // A source that cannot be read is a problem of each edit already.
+    let is_unreadable = |error: &AnchorError| matches!(error, AnchorError::Unreadable { .. });
+    let broken = match problems.iter().any(|(_, error)| is_unreadable(error)) {
+        true => None,
+        false => check_language(extension, &edited).err(),
+    };
     EditedText {
         text: edited,
         problems,
-        // A text with an unreadable source has been reported for each edit.
-        broken: broken.filter(|_| edits.len() > 0 && check_language(extension, text).is_ok()),
+        broken,
     }
 }
 

@@ -6,7 +6,7 @@ use std::{fmt, io};
 
 use thiserror::Error;
 
-use crate::anchor::AnchorError;
+use crate::anchor::{AnchorError, Place};
 use crate::edit::{self, Edit};
 use crate::series::{NewFile, Series, SeriesCommit, lines};
 
@@ -74,6 +74,9 @@ impl fmt::Display for Problem {
 #[derive(Debug, Error)]
 #[error("The series does not fit:{}", lines(.0))]
 pub struct Problems(pub Vec<Problem>);
+
+/// Commits that change a version, each with its changes before they are formatted.
+pub type Plan<'a> = Vec<(&'a SeriesCommit, CommitChange)>;
 
 /// Changed files of one commit.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -171,7 +174,6 @@ impl SeriesCommit {
 
 /// Describes the place of an edit.
 fn describe(edit: &Edit) -> String {
-    use crate::anchor::Place;
     let place = edit.anchor.place.key();
     match &edit.anchor.place {
         Place::After(name) | Place::Before(name) | Place::Rename(name) => {
@@ -201,11 +203,7 @@ impl Series {
     ///
     /// # Errors
     /// All edits and files that do not fit are reported at once.
-    pub fn plan(
-        &self,
-        version: &str,
-        files: &impl Files,
-    ) -> Result<Vec<(&SeriesCommit, CommitChange)>, Problems> {
+    pub fn plan(&self, version: &str, files: &impl Files) -> Result<Plan<'_>, Problems> {
         let (mut changes, mut problems) = (Vec::new(), Vec::new());
         let (mut own, changed) = (BTreeSet::new(), BTreeMap::new());
         let mut files = Changed { files, changed };

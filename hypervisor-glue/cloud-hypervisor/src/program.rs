@@ -1,11 +1,11 @@
 //! Programs that this one runs: git, rustfmt and cargo.
 
 use std::ffi::{OsStr, OsString};
-use std::io::{self, Write};
+use std::fs::File;
+use std::io::{self, Seek, Write};
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
-use std::thread;
+use std::process::{Command, Output};
 
 use thiserror::Error;
 
@@ -37,19 +37,14 @@ pub(crate) fn run(command: &mut Command, input: &str) -> Result<Output, ProgramE
         program: program.clone(),
         source,
     };
-    command
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    let mut child = command.spawn().map_err(start)?;
-    let stdin = child.stdin.take();
-    let output = thread::scope(|scope| {
-        scope.spawn(|| {
-            // A program that ends early closes its input, and has an error of its own.
-            stdin.and_then(|mut stdin| stdin.write_all(input.as_bytes()).ok())
-        });
-        child.wait_with_output()
-    });
+    // A file as the input: a pipe would need a thread that fills it.
+    let file = || -> io::Result<File> {
+        let mut file = tempfile::tempfile()?;
+        file.write_all(input.as_bytes())?;
+        file.rewind()?;
+        Ok(file)
+    };
+    let output = command.stdin(file().map_err(start)?).output();
     let output = output.map_err(start)?;
     if output.status.success() {
         return Ok(output);

@@ -209,7 +209,7 @@ impl Name {
 
     /// Returns whether the name is this identifier.
     pub(crate) fn is_identifier(&self, identifier: &syn::Ident) -> bool {
-        self.text.trim() == identifier.to_string()
+        identifier == self.text.trim()
     }
 
     /// Returns whether a path ends with this name. Generic arguments do not count.

@@ -11,8 +11,15 @@ use crate::checkout::{Checkout, git, read_file};
 use crate::plan::Files;
 use crate::program::{self, ProgramError};
 
-/// Options of git that keep it from running the checkout's hooks.
-const WITHOUT_HOOKS: [&str; 2] = ["-c", "core.hooksPath=/dev/null"];
+/// Options of git that keep it from running the checkout's hooks, and from packing its objects.
+const WITHOUT_HOOKS: [&str; 6] = [
+    "-c",
+    "core.hooksPath=/dev/null",
+    "-c",
+    "gc.auto=0",
+    "-c",
+    "maintenance.auto=false",
+];
 
 /// Temporary work tree. It is removed when this is dropped.
 #[derive(Debug)]

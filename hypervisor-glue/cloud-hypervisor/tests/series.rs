@@ -101,3 +101,25 @@ proptest! {
         let _ = Series::read(dir.path());
     }
 }
+
+/// Their `gitlint` allows lines of 72 characters, and a subject starts with a component.
+#[test]
+fn the_series_of_this_project_is_read_and_its_messages_have_their_form() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("series");
+    let series = Series::read(&dir).unwrap();
+    let versions: Vec<_> = series
+        .versions
+        .iter()
+        .map(|version| &version.name)
+        .collect();
+    assert_eq!(versions, ["v53.0", "main"]);
+    assert!(series.commits.len() > 8, "{}", series.commits.len());
+    for commit in &series.commits {
+        let (subject, _) = commit.message.split_once('\n').unwrap();
+        let (_, change) = subject.split_once(": ").unwrap();
+        assert!(change.starts_with(char::is_uppercase), "{subject}");
+        for line in commit.message.lines() {
+            assert!(line.len() <= 72, "{}: {line}", commit.name);
+        }
+    }
+}

@@ -150,9 +150,7 @@ mod vector_routes;
 mod vmm;
 
 pub use apic::local_apic;
-pub use device::{
-    DeviceError, FunctionDevice, FunctionEvents, FunctionFactory, LeaseResizer,
-};
+pub use device::{DeviceError, FunctionDevice, FunctionEvents, FunctionFactory, LeaseResizer};
 pub use function_thread::{FunctionThread, SpawnerThread};
 pub use group_vectors::GroupVectors;
 pub use mapped_doorbells::DoorbellMappingStats;

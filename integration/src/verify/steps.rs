@@ -17,16 +17,15 @@ use crate::provision::{GuestAssets, KernelChoice, go};
 
 /// Crates with loom models.
 const MODELLED: [&str; 2] = ["nvme-guest", "nvme-software"];
-/// Crates with unsafe memory accesses, and their main users.
-const SANITIZED: [&str; 8] = [
-    "nvme-mpt-memory",
+/// Crates with unsafe memory accesses.
+const UNSAFE: [&str; 3] = ["nvme-mpt-memory", "nvme-software", "nvme-vfio"];
+/// Main users of [`UNSAFE`], whose tests take longer.
+const USERS_OF_UNSAFE: [&str; 5] = [
     "nvme-lease",
     "nvme-guest",
     "nvme-mpt",
-    "nvme-software",
     "nvme-layers",
     "nvme-key-values",
-    "nvme-vfio",
 ];
 
 /// Crates that are not published.
@@ -396,7 +395,14 @@ fn simulate(context: &mut StepContext) -> Result<(), VerifyError> {
 }
 
 fn asan(context: &mut StepContext) -> Result<(), VerifyError> {
-    let packages = SANITIZED.map(|package| ["--package", package]).concat();
+    let users = match context.options.full {
+        true => &USERS_OF_UNSAFE[..],
+        false => &[],
+    };
+    let packages = UNSAFE.iter().chain(users);
+    let packages: Vec<&str> = packages
+        .flat_map(|package| ["--package", package])
+        .collect();
     let how = ["--target", TARGET, "--lib", "--all-features"];
     // The step `test` runs the statistics of simulated drives, which take minutes, so they are skipped here. Other tests of
     // queue pairs make the same memory accesses.

@@ -1,0 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The trait with the regions of guest memory.
+
+pub(super) use vm_memory::GuestMemory as GuestMemoryRegions;

@@ -1,0 +1,127 @@
+//! The series of commits for Cloud Hypervisor covers all options of a function and all services that it needs.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use nvme_mpt_vmm::options::FunctionConfig;
+use nvme_mpt_vmm::sandbox::{self, ThreadKind};
+
+/// Source of the module with the trait `Vmm`.
+const INTERFACE: &str = include_str!("../src/vmm.rs");
+
+fn files_below(dir: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(dir).expect("a directory") {
+        let path = entry.expect("an entry").path();
+        match path.is_dir() {
+            true => files.extend(files_below(&path)),
+            false => files.push(path),
+        }
+    }
+    files
+}
+
+/// Returns path and content of each file of the series.
+fn series() -> Vec<(PathBuf, String)> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cloud-hypervisor/series");
+    let files = files_below(&dir).into_iter().map(|path| {
+        let text = fs::read_to_string(&path).expect("text");
+        (path, text)
+    });
+    files.collect()
+}
+
+/// Returns the text of all files whose path ends with `end`.
+fn text_of(end: &str) -> String {
+    let files = series();
+    let files: Vec<_> = files
+        .into_iter()
+        .filter(|(path, _)| path.ends_with(end))
+        .map(|(_, text)| text)
+        .collect();
+    assert!(!files.is_empty(), "{end}");
+    files.join("\n")
+}
+
+#[test]
+fn files_have_no_machine_paths_and_no_trailing_blanks() {
+    for (path, text) in series() {
+        let path = path.display();
+        assert!(text.is_ascii(), "{path}");
+        for place in ["/home/", "/root/", "/work/"] {
+            assert!(!text.contains(place), "{path}: {place}");
+        }
+        for line in text.lines() {
+            assert_eq!(line.trim_end(), line, "{path}: blanks at the end");
+        }
+    }
+}
+
+/// Checks methods with a default body too, which a VMM could leave out.
+#[test]
+fn all_methods_of_the_vmm_traits_are_implemented() {
+    let vmm = [
+        text_of("device_manager/nvme_mpt/vmm.rs"),
+        text_of("device_manager/nvme_mpt/intx.rs"),
+        text_of("edits.toml"),
+    ];
+    for (interface, methods) in [("Vmm", 8), ("VmmVectors", 2), ("IntxPin", 2)] {
+        let start = format!("pub trait {interface}:");
+        let lines = INTERFACE
+            .lines()
+            .skip_while(|line| !line.starts_with(&start));
+        let lines = lines.take_while(|line| *line != "}");
+        let names = lines.filter_map(|line| line.strip_prefix("    fn ")?.split('(').next());
+        let names: Vec<&str> = names.collect();
+        assert!(names.len() >= methods, "{interface}: {names:?}");
+        for name in names {
+            let method = format!("    fn {name}(&self");
+            assert!(
+                vmm.iter().any(|text| text.contains(&method)),
+                "{interface}::{name}"
+            );
+        }
+    }
+}
+
+#[test]
+fn every_function_key_is_typed_and_described() {
+    let (api, config) = (text_of("edits.toml"), text_of("config/nvme_mpt.rs"));
+    let schema = api.split_once("    NvmeMptConfig:\n").expect("a schema").1;
+    for key in FunctionConfig::KEYS {
+        assert!(
+            schema.contains(&format!("\n        {key}:\n")),
+            "{key} is not in the API's description"
+        );
+        assert!(
+            config.contains(&format!("            \"{key}\" => ")),
+            "{key} is not a field of the configuration"
+        );
+    }
+}
+
+/// A VMM may take the filter of its threads from the requirements, as the series could.
+#[test]
+fn the_threads_filter_allows_nothing_beyond_the_requirements() {
+    // `ioctl` has a list of requests of its own. The others are calls of the thread that starts the others.
+    const OTHERS: &[&str] = &[
+        "ioctl",
+        "landlock_add_rule",
+        "landlock_create_ruleset",
+        "landlock_restrict_self",
+    ];
+    let drive = tempfile::NamedTempFile::new().expect("file");
+    let path = drive.path().display().to_string();
+    let config = FunctionConfig::from_keys(|key| (key == "path").then(|| path.clone()));
+    let requirements = sandbox::requirements(&config.expect("valid")).expect("valid");
+    let calls = requirements.system_calls(ThreadKind::Control);
+    let required: Vec<&str> = calls.map(|call| call.name()).collect();
+    let filter = text_of("seccomp_filters/nvme_mpt.rs");
+    let filter = filter.split_once("mod unit_tests").expect("tests").0;
+    let allowed = filter.split("(libc::SYS_").skip(1);
+    let unknown: Vec<&str> = allowed
+        .map(|call| call.split(',').next().expect("a name"))
+        .filter(|name| !OTHERS.contains(name) && !required.contains(name))
+        .collect();
+    assert_eq!(unknown, [""; 0]);
+}

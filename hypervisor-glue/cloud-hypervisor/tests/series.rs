@@ -116,7 +116,7 @@ fn the_series_of_this_project_is_read_and_its_messages_have_their_form() {
     assert!(series.commits.len() > 8, "{}", series.commits.len());
     for commit in &series.commits {
         let (subject, _) = commit.message.split_once('\n').unwrap();
-        let (_, change) = subject.split_once(": ").unwrap();
+        let (_, change) = subject.rsplit_once(": ").unwrap();
         assert!(change.starts_with(char::is_uppercase), "{subject}");
         for line in commit.message.lines() {
             assert!(line.len() <= 72, "{}: {line}", commit.name);

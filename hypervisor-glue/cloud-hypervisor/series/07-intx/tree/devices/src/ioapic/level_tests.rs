@@ -9,7 +9,7 @@ use super::*;
 
 const PIN: usize = 9;
 
-/// What an IOAPIC asks of the hypervisor: messages whose end it watches, by pin and data.
+/// Recorder of the messages whose end an IOAPIC watches, by pin and data.
 #[derive(Default)]
 struct Asked(Mutex<Vec<(InterruptIndex, u32)>>);
 

@@ -40,7 +40,7 @@ pub enum BranchError {
 pub struct BranchRequest<'a> {
     /// Name of the branch.
     pub branch: &'a str,
-    /// Whether Cargo.lock is updated.
+    /// True to update Cargo.lock.
     pub updates_lock: bool,
 }
 
@@ -51,9 +51,9 @@ pub struct Branch {
     pub base: String,
     /// Id and subject of each commit.
     pub commits: Vec<(String, String)>,
-    /// Whether imports are grouped as the checkout's configuration says.
+    /// True if imports are grouped as the checkout's configuration says.
     pub has_grouped_imports: bool,
-    /// What happened to cargo's configuration: lines that the user has to add there, if any.
+    /// Lines that the user has to add to cargo's configuration, if any.
     pub configuration: io::Result<Option<String>>,
 }
 

@@ -25,7 +25,7 @@ pub enum ProgramError {
     Failed {
         /// The program with its arguments.
         command: String,
-        /// What the program wrote.
+        /// Output of the program.
         message: String,
     },
 }

@@ -120,7 +120,7 @@ fn after(source: &RustSource<'_>, element: &Element) -> Target {
 /// Element of a list, or statement of a block.
 struct Element {
     range: Range<usize>,
-    /// Whether a comma separates it from the next element.
+    /// True if a comma separates it from the next element.
     has_comma: bool,
 }
 

@@ -13,7 +13,7 @@ use syn::{
 use crate::anchor::AnchorError;
 use crate::rust_source::{Name, RustSource};
 
-/// What an enclosing item consists of.
+/// Content of an enclosing item.
 #[derive(Clone)]
 pub(crate) enum Body {
     Items(Vec<Item>),

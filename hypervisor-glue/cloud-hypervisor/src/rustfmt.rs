@@ -10,7 +10,7 @@ use crate::program::{self, ProgramError};
 pub(crate) struct Rustfmt {
     /// Program and its first arguments.
     words: Vec<String>,
-    /// Whether it has the options of the nightly channel, by which imports are grouped.
+    /// True if it has the options of the nightly channel, by which imports are grouped.
     pub(crate) is_nightly: bool,
 }
 

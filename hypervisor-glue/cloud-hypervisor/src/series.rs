@@ -34,7 +34,7 @@ impl fmt::Display for Version {
 pub struct NewFile {
     /// Content of the file.
     pub content: Vec<u8>,
-    /// Whether the file is a program.
+    /// True if the file is a program.
     pub is_executable: bool,
 }
 

@@ -14,7 +14,7 @@ struct Entry<'a> {
     /// Positions of the key and the value.
     range: Range<usize>,
     value: &'a DeValue<'a>,
-    /// Whether the key is that of a table with a header.
+    /// True if the key is that of a table with a header.
     has_header: bool,
 }
 

@@ -28,7 +28,7 @@ use crate::vmm::Vmm;
 const POSTED_CALLS_MAX: usize = 64;
 
 /// Time for which [`FunctionThread::resize`] waits for its end.
-const RESIZE_WAIT: Duration = Duration::from_secs(5);
+const RESIZE_WAIT: Duration = Duration::from_secs(1);
 
 type Call = Box<dyn FnOnce(&FunctionDevice) + Send>;
 
@@ -122,8 +122,7 @@ impl FunctionThread {
     }
 
     /// Grows the function's lease, which was requested by size, to `bytes`, on a thread for that. Added blocks that have
-    /// earlier data are wiped. If that takes more than five seconds, it continues after this returns, and an error is in the
-    /// log.
+    /// earlier data are wiped. If that takes more than a second, it continues after this returns, and an error is in the log.
     ///
     /// # Errors
     /// [`DeviceError::Resize`], [`DeviceError::ServerLease`], [`DeviceError::HandedOver`], [`DeviceError::Empty`],

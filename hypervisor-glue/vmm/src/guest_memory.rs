@@ -84,8 +84,8 @@ impl GuestRegions {
     }
 
     /// Returns the regions by ascending guest addresses.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &dyn VmmOwnedRegion> {
-        self.regions.iter().map(AsRef::as_ref)
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<dyn VmmOwnedRegion>> {
+        self.regions.iter()
     }
 }
 
@@ -258,7 +258,7 @@ mod tests {
         let more = first.insert_region(Arc::new(more.expect("mapped")));
         atomic.lock().unwrap().replace(more.expect("no overlap"));
         let regions = GuestRegions::from(&atomic);
-        let gpas: Vec<Gpa> = regions.iter().map(VmmOwnedRegion::gpa).collect();
+        let gpas: Vec<Gpa> = regions.iter().map(|region| region.gpa()).collect();
         assert_eq!(gpas, [Gpa(0), Gpa(0x10000)]);
         assert!(regions.is_complete && !regions.restored_on_demand().is_complete);
     }

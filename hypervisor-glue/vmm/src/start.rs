@@ -7,9 +7,7 @@ use nvme_mpt::PollerPool;
 use thiserror::Error;
 use vmm_device::{MsixMasking, NvmeFunction};
 
-use crate::device::{
-    DeviceError, FunctionDevice, FunctionEvents, FunctionFactory, LocalBackendSlot, note_backend,
-};
+use crate::device::{DeviceError, FunctionDevice, FunctionEvents, FunctionFactory, GrowingLease};
 use crate::open::{self, LeaseLedgers, OpenError};
 use crate::options::{FunctionConfig, OptionError};
 use crate::vmm::Vmm;
@@ -43,9 +41,9 @@ pub fn start(
     vmm: Arc<dyn Vmm>,
     pollers: &Arc<PollerPool>,
 ) -> Result<FunctionDevice, StartError> {
-    let local_backend = LocalBackendSlot::default();
-    let make = function_maker(config, pollers, &local_backend)?;
-    let device = FunctionDevice::start(id, make()?, vmm)?.with_local_backend(local_backend);
+    let lease = Arc::<GrowingLease>::default();
+    let make = function_maker(config, pollers, &lease)?;
+    let device = FunctionDevice::start(id, make()?, vmm)?.with_growing_lease(lease);
     Ok(device.with_factory(FunctionFactory::new(make, TAKE_BACK_TIMEOUT)))
 }
 
@@ -60,26 +58,26 @@ pub fn start_in_loop(
     vmm: Arc<dyn Vmm>,
     pollers: &Arc<PollerPool>,
 ) -> Result<(FunctionDevice, FunctionEvents), StartError> {
-    let local_backend = LocalBackendSlot::default();
-    let make = function_maker(config, pollers, &local_backend)?;
+    let lease = Arc::<GrowingLease>::default();
+    let make = function_maker(config, pollers, &lease)?;
     let (device, events) = FunctionDevice::start_in_loop(id, make()?, vmm)?;
-    let device = device.with_local_backend(local_backend);
+    let device = device.with_growing_lease(lease);
     let factory = FunctionFactory::new(make, TAKE_BACK_TIMEOUT);
     Ok((device.with_factory(factory), events))
 }
 
-/// Returns what creates the function that `config` describes, and notes its back end in `local_backend`.
+/// Returns what creates the function that `config` describes, and notes its back end in `lease`.
 fn function_maker(
     config: &FunctionConfig,
     pollers: &Arc<PollerPool>,
-    local_backend: &LocalBackendSlot,
+    lease: &Arc<GrowingLease>,
 ) -> Result<impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + 'static, OptionError> {
     let ledgers = LeaseLedgers::open(&config.state_dir);
     let parsed = config.options_with_text()?;
-    let (pollers, local_backend) = (pollers.clone(), local_backend.clone());
+    let (pollers, lease) = (pollers.clone(), lease.clone());
     Ok(move || {
         let opened = open::open_either_backend(&parsed, &ledgers, &pollers)?;
-        note_backend(&local_backend, opened.local());
+        lease.set_backend(opened.local());
         Ok(NvmeFunction::new(
             opened.into_backend(),
             MsixMasking::Function,

@@ -68,7 +68,7 @@ pub enum DeviceError {
     /// The lease cannot grow to the requested size.
     #[error("The lease cannot be resized; the guest keeps the size that it has")]
     Resize(#[from] GrowError),
-    /// The function's lease is with a drive server.
+    /// This process cannot resize the lease, since a drive server has the drive.
     #[error("The lease of {0} is with a drive server; resize it there, by `nvme-mpt resize`")]
     ServerLease(String),
     /// The slot has no function.

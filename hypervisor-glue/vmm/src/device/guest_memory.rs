@@ -2,18 +2,23 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::sync::Arc;
 
+use nvme_guest::ControllerBackend;
 use nvme_guest::dma::{AnonymousRegion, DmaError, MemoryRegion, VmmMapping};
-use nvme_guest::{ControllerBackend, Gpa};
 use vm_memory::GuestMemoryMmap;
 use vm_memory::bitmap::Bitmap;
 
 use super::{DeviceError, FunctionDevice, lock};
 use crate::guest_memory::{GuestRegions, VmmOwnedRegion, is_writable, mark_dirty};
 
-/// Regions that [`FunctionDevice::set_guest_memory`] has mapped, by guest address: the length in bytes, and the address of the VMM's
-/// mapping.
-pub(super) type MappedRegions = BTreeMap<u64, (u64, usize)>;
+/// Regions that [`FunctionDevice::set_guest_memory`] has mapped, by guest address. They are kept, so no later region can have the
+/// address of a mapping that is gone.
+pub(super) type MappedRegions = BTreeMap<u64, Arc<dyn VmmOwnedRegion>>;
+
+fn is_same(a: &dyn VmmOwnedRegion, b: &dyn VmmOwnedRegion) -> bool {
+    (a.gpa(), a.len(), a.address()) == (b.gpa(), b.len(), b.address())
+}
 
 impl FunctionDevice {
     /// Makes `memory` the guest's memory: unmaps regions that are gone, and maps those that are new. A VMM calls this after it starts
@@ -29,24 +34,24 @@ impl FunctionDevice {
     pub fn set_guest_memory(&self, memory: impl Into<GuestRegions>) -> Result<(), DeviceError> {
         let memory = memory.into();
         let mut mapped = lock(&self.guest_memory);
-        let wanted: MappedRegions = memory
-            .iter()
-            .map(|region| (region.gpa().0, (region.len(), region.address())))
-            .collect();
-        let is_gone = |gpa: &u64, known: &(u64, usize)| wanted.get(gpa) != Some(known);
+        let wanted: BTreeMap<_, _> = memory.iter().map(|region| (region.gpa(), region)).collect();
+        let is_wanted = |known: &dyn VmmOwnedRegion| {
+            let region = wanted.get(&known.gpa());
+            region.is_some_and(|region| is_same(&***region, known))
+        };
         let gone: Vec<_> = mapped
-            .iter()
-            .filter(|(gpa, known)| is_gone(gpa, known))
-            .map(|(gpa, (len, _))| (*gpa, *len))
+            .values()
+            .filter(|known| !is_wanted(&***known))
+            .cloned()
             .collect();
-        for (gpa, len) in gone {
-            self.unmap_memory(Gpa(gpa), len)?;
-            mapped.remove(&gpa);
+        for region in gone {
+            self.unmap_memory(region.gpa(), region.len())?;
+            mapped.remove(&region.gpa().0);
         }
         for region in memory.iter() {
             if let Entry::Vacant(entry) = mapped.entry(region.gpa().0) {
-                self.map_with(|host| map_region(host, region, memory.is_complete))?;
-                entry.insert((region.len(), region.address()));
+                self.map_with(|host| map_region(host, &**region, memory.is_complete))?;
+                entry.insert(region.clone());
             }
         }
         Ok(())

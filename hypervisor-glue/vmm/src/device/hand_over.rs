@@ -46,7 +46,11 @@ impl FunctionDevice {
             return Err(DeviceError::Private(id.clone()));
         }
         let saved = state.function.save()?;
-        state.function.flush().map_err(DeviceError::Flush)?;
+        self.lease.end();
+        if let Err(source) = state.function.flush() {
+            self.lease.allow();
+            return Err(DeviceError::Flush(source));
+        }
         let handed_over = HandedOverFunction {
             saved,
             memory: state.function.memory().detach(),

@@ -37,8 +37,8 @@ pub use control_events::FunctionEvents;
 pub use error::DeviceError;
 pub use function_factory::FunctionFactory;
 use function_factory::HandedOverFunction;
+pub(crate) use resize::GrowingLease;
 pub use resize::LeaseResizer;
-pub(crate) use resize::{LocalBackendSlot, note_backend};
 
 /// An NVMe function in a VMM's process.
 ///
@@ -52,7 +52,7 @@ pub struct FunctionDevice {
     /// Sizes of the BARs in bytes, in the order of [`Bar::ALL`].
     bar_sizes: [u64; Bar::ALL.len()],
     factory: Option<FunctionFactory>,
-    local_backend: LocalBackendSlot,
+    lease: Arc<GrowingLease>,
     runner: Mutex<Option<ControlRunner>>,
     #[cfg(feature = "vm-memory")]
     guest_memory: Mutex<guest_memory::MappedRegions>,
@@ -158,7 +158,7 @@ impl FunctionDevice {
             shared,
             bar_sizes,
             factory: None,
-            local_backend: LocalBackendSlot::default(),
+            lease: Arc::default(),
             runner: Mutex::default(),
             #[cfg(feature = "vm-memory")]
             guest_memory: Mutex::default(),
@@ -365,6 +365,7 @@ impl FunctionDevice {
             return Ok(());
         };
         self.shared.control.stop();
+        self.lease.end();
         let joined = match runner {
             ControlRunner::Thread(thread) => thread.join(),
             ControlRunner::EventLoop => Ok(()),
@@ -385,6 +386,8 @@ impl FunctionDevice {
                 }
             };
         }
+        #[cfg(feature = "vm-memory")]
+        lock(&self.guest_memory).clear();
         joined.map_err(|_| DeviceError::Panicked(self.shared.id.clone()))?;
         result
     }

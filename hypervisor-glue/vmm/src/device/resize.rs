@@ -1,28 +1,52 @@
 //! Growth of a function's lease while its guest runs.
 
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 
 use nvme_mpt::LocalBackend;
 
-use super::{DeviceError, DeviceSlot, FunctionDevice};
+use super::{DeviceError, DeviceSlot, FunctionDevice, lock};
 
-/// The back end of a function whose drive this process has; empty if a server has the drive. It is replaced when the function
-/// takes its drive back.
-pub(crate) type LocalBackendSlot = Arc<Mutex<Weak<LocalBackend>>>;
-
-/// Notes `backend` as the one of a function.
-pub(crate) fn note_backend(slot: &LocalBackendSlot, backend: Option<&Arc<LocalBackend>>) {
-    let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-    *slot = backend.map(Arc::downgrade).unwrap_or_default();
+/// Lease that grows on another thread than its function's, since growing takes as long as wiping the added blocks.
+///
+/// Growing ends before the function releases the lease. Else this process would wipe blocks of the lease's next holder.
+#[derive(Debug, Default)]
+pub(crate) struct GrowingLease {
+    /// Back end of the function; empty if a server has the drive. A function that takes its drive back has another one.
+    backend: Mutex<Weak<LocalBackend>>,
+    is_released: AtomicBool,
+    /// Locked while the lease grows.
+    growth: Mutex<()>,
 }
 
-/// Grows the lease of a function. It can be used on another thread than the function's, since growing takes as long as wiping
-/// the added blocks.
+impl GrowingLease {
+    /// Notes the back end of the function, whose lease may grow from now on.
+    pub(crate) fn set_backend(&self, backend: Option<&Arc<LocalBackend>>) {
+        *lock(&self.backend) = backend.map(Arc::downgrade).unwrap_or_default();
+        self.allow();
+    }
+
+    fn has_backend(&self) -> bool {
+        lock(&self.backend).strong_count() > 0
+    }
+
+    /// Lets the lease grow again after [`Self::end`].
+    pub(super) fn allow(&self) {
+        self.is_released.store(false, Ordering::Release);
+    }
+
+    /// Prevents further growth, and waits until the present one has wiped the block that it is at.
+    pub(super) fn end(&self) {
+        self.is_released.store(true, Ordering::Release);
+        drop(lock(&self.growth));
+    }
+}
+
+/// Grows the lease of a function, on any thread.
 #[derive(Debug)]
 pub struct LeaseResizer {
     id: String,
-    backend: Weak<LocalBackend>,
+    lease: Arc<GrowingLease>,
 }
 
 impl LeaseResizer {
@@ -32,19 +56,22 @@ impl LeaseResizer {
     /// # Errors
     /// [`DeviceError::Resize`], after which the guest keeps its old size; [`DeviceError::Empty`] if the function has ended.
     pub fn grow(&self, bytes: u64) -> Result<(), DeviceError> {
-        let backend = self.backend.upgrade();
-        let backend = backend.ok_or_else(|| DeviceError::Empty(self.id.clone()))?;
-        Ok(backend.grow(bytes, &AtomicBool::new(false))?)
+        let _growth = lock(&self.lease.growth);
+        let backend = lock(&self.lease.backend).upgrade();
+        match backend.filter(|_| !self.lease.is_released.load(Ordering::Acquire)) {
+            Some(backend) => Ok(backend.grow(bytes, &self.lease.is_released)?),
+            None => Err(DeviceError::Empty(self.id.clone())),
+        }
     }
 }
 
 impl FunctionDevice {
-    pub(crate) fn with_local_backend(mut self, backend: LocalBackendSlot) -> Self {
-        self.local_backend = backend;
+    pub(crate) fn with_growing_lease(mut self, lease: Arc<GrowingLease>) -> Self {
+        self.lease = lease;
         self
     }
 
-    /// Returns what grows the function's lease.
+    /// Returns a handle that grows the function's lease.
     ///
     /// # Errors
     /// [`DeviceError::ServerLease`], [`DeviceError::HandedOver`], [`DeviceError::Empty`].
@@ -55,11 +82,43 @@ impl FunctionDevice {
             DeviceSlot::Empty => return Err(self.empty_error()),
         }
         let id = self.id().to_owned();
-        let slot = self.local_backend.lock();
-        let backend = slot.unwrap_or_else(PoisonError::into_inner).clone();
-        match backend.strong_count() {
-            0 => Err(DeviceError::ServerLease(id)),
-            _ => Ok(LeaseResizer { id, backend }),
+        match self.lease.has_backend() {
+            true => Ok(LeaseResizer {
+                id,
+                lease: self.lease.clone(),
+            }),
+            false => Err(DeviceError::ServerLease(id)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_lease_is_released_after_its_growth() {
+        let lease = Arc::new(GrowingLease::default());
+        let has_grown = Arc::new(AtomicBool::new(false));
+        let (report_start, started) = mpsc::channel();
+        let growing = {
+            let (lease, has_grown) = (lease.clone(), has_grown.clone());
+            thread::spawn(move || {
+                let _growth = lock(&lease.growth);
+                report_start.send(()).unwrap();
+                // Growth ends when it sees that the lease is to be released.
+                while !lease.is_released.load(Ordering::Acquire) {
+                    thread::yield_now();
+                }
+                has_grown.store(true, Ordering::Release);
+            })
+        };
+        started.recv().unwrap();
+        lease.end();
+        assert!(has_grown.load(Ordering::Acquire));
+        growing.join().unwrap();
     }
 }

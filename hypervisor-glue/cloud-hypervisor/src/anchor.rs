@@ -47,7 +47,7 @@ pub enum AnchorError {
     /// The anchor, or an enclosing item, was not found exactly once.
     #[error("{what} was found {} times{}, not once", lines.len(), at_lines(lines))]
     NotOnce {
-        /// Description of what was looked for.
+        /// The anchor or enclosing item, for the message.
         what: String,
         /// Line of each that was found, from 1.
         lines: Vec<usize>,

@@ -27,7 +27,7 @@ pub enum CheckoutError {
     /// Files are changed, or files that the series adds are there.
     #[error("These files are changed or in the way. Commit, stash or remove them:{}", lines(.0))]
     Dirty(Vec<String>),
-    /// The checkout's commit is none that the series is for.
+    /// The series has no version with the checkout's commit.
     #[error(
         "The checkout is at {head}. The series is for these versions:{}",
         lines(known)
@@ -41,7 +41,7 @@ pub enum CheckoutError {
     /// A branch of that name exists.
     #[error("The branch `{0}` exists already: give another name by --branch, or delete it")]
     BranchExists(String),
-    /// The name is none that a branch can have.
+    /// Git does not allow the name for a branch.
     #[error("`{0}` is no name for a branch")]
     NoBranchName(String),
 }
@@ -215,7 +215,7 @@ impl Files for Checkout {
     }
 }
 
-/// Reads a regular file; `None` if there is none.
+/// Reads a regular file; `None` if it does not exist.
 pub(crate) fn read_file(path: &Path) -> io::Result<Option<Vec<u8>>> {
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),

@@ -1,4 +1,4 @@
-//! Enclosing items of Rust sources: those in which an anchor is looked for.
+//! Enclosing items of Rust sources, inside which anchors lie.
 
 use std::ops::Range;
 
@@ -39,7 +39,7 @@ pub(crate) struct Inside {
     pub(crate) has_commas: bool,
 }
 
-/// Item, or part of a function, in which an anchor is looked for.
+/// Item, or part of a function, that encloses an anchor.
 #[derive(Clone)]
 pub(crate) struct Container {
     pub(crate) body: Body,

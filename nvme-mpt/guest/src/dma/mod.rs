@@ -1,8 +1,8 @@
 //! DMA windows: the mapping of one VM's memory into this process and into the host controller's IOVA space.
 //!
 //! A VM's memory is a set of *regions*. A region is a range of guest physical addresses, backed by a part of a file that the
-//! VMM handed over, or by a mapping of a VMM in this process. Every region has its own range of the host controller's IOVA space, and a guest address becomes an IOVA
-//! only through its region. So no guest address can become an IOVA of another VM or of the host controller's own memory.
+//! VMM handed over, or by a mapping of a VMM in this process. Every region has its own range of the host controller's IOVA
+//! space, and a guest address becomes an IOVA only through its region. So no guest address can become an IOVA of another VM or of the host controller's own memory.
 //! (Some VMMs use their own virtual addresses, so regions may lie anywhere in 64 bits. This is why a window is not just a
 //! base to add.)
 //!

@@ -61,8 +61,8 @@ pub(crate) fn spawn(
     )
 }
 
-/// Confines the threads of functions that are started from now on to the files of the VM's
-/// functions and to those of the user's rules.
+/// Restricts all threads that are started from now on: they may use the files of the VM's functions
+/// and of the user's Landlock rules.
 pub(crate) fn apply_landlock(vm_config: &VmConfig) -> LandlockResult<()> {
     let functions = vm_config
         .nvme_mpt

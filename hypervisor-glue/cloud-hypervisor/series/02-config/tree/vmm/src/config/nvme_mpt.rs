@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::{Error, PciDeviceCommonConfig, Result, ValidationError, ValidationResult};
 use crate::vm_config::VmConfig;
 
-/// Options of a function. Their meaning is that of [`FunctionConfig`]'s keys.
+/// Options of a function: the keys of [`FunctionConfig`], with types.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub struct NvmeMptOptions {
     /// PCI address, file, block device, "memory:SIZE" or "null:SIZE"
@@ -60,7 +60,7 @@ pub struct NvmeMptOptions {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub serial: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub lba: Option<u32>,
+    pub lba: Option<u64>,
     #[serde(rename = "drive-id", skip_serializing_if = "Option::is_none")]
     pub drive_id: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -180,7 +180,7 @@ impl NvmeMptConfig {
             weight: number("weight")?,
             data: parser.get("data"),
             serial: parser.get("serial"),
-            lba: parser.convert("lba").map_err(Error::ParseNvmeMpt)?,
+            lba: bytes("lba")?,
             drive_id: parser.get("drive-id"),
             format: parser.get("format"),
             #[cfg(feature = "nvme_mpt_models")]

@@ -74,8 +74,8 @@ fn drive_requests() -> Result<Vec<SeccompRule>, BackendError> {
     ])
 }
 
-/// Rules for threads of a function that opens its drive in this process, and for the thread that
-/// starts the threads of all functions.
+/// Rules for functions that open their drives in this process. The thread that starts the others
+/// has them as well.
 pub(super) fn nvme_mpt_thread_rules() -> Result<Rules, BackendError> {
     let mut ioctls = hypervisor_requests()?;
     ioctls.extend(drive_requests()?);
@@ -109,7 +109,7 @@ pub(super) fn nvme_mpt_thread_rules() -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
-/// Rules for threads of a function whose drive is served by another process.
+/// Rules for functions whose drives another process opens: no call that reaches a drive.
 pub(super) fn nvme_mpt_served_thread_rules() -> Result<Rules, BackendError> {
     Ok(common_rules(hypervisor_requests()?))
 }

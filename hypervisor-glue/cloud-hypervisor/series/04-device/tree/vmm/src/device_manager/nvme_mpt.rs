@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! NVMe functions in the VMM's own process. How a function works is the business of the crate
-//! nvme-mpt-vmm; this module has what it needs from the VMM.
+//! NVMe functions in the VMM's own process. The crate nvme-mpt-vmm implements them. This module
+//! connects them to the VMM.
 
 mod memory;
 mod pci_device;
@@ -185,7 +185,7 @@ impl DeviceManager {
         Ok(())
     }
 
-    /// Takes back what a function was given whose addition failed, however far that came.
+    /// Removes a function whose addition failed from all places that know it.
     fn unplug_nvme_mpt_device(&mut self, device: &Arc<Mutex<NvmeMptPciDevice>>, bdf: PciBdf) {
         device.lock().unwrap().stop();
 

@@ -22,7 +22,7 @@ pub struct RunningVcpu {
 }
 
 impl VcpuThreads {
-    /// Notes the calling thread as the one of a vCPU.
+    /// Records that the calling thread runs a vCPU.
     pub fn enter(self: Arc<Self>, apic_id: u32) -> RunningVcpu {
         let thread = ThreadId::current();
         self.running.lock().unwrap().insert(apic_id, thread);
@@ -33,13 +33,14 @@ impl VcpuThreads {
         }
     }
 
-    /// Returns the thread of the vCPU that a message goes to, if it goes to a single one that runs.
+    /// Returns the thread of the vCPU to which an interrupt message is sent; `None` if it has several
+    /// destinations, or if the vCPU does not run.
     pub fn of_message(&self, message: MsixMessage) -> Option<ThreadId> {
         let apic_id = local_apic(message)?;
         self.running.lock().unwrap().get(&apic_id).copied()
     }
 
-    /// Has a function follow changes, as long as it exists.
+    /// Tells a function of changes as long as it exists.
     pub fn follow(&self, function: &Arc<FunctionThread>) {
         let mut followers = self.followers.lock().unwrap();
         followers.retain(|follower| follower.strong_count() > 0);
@@ -47,7 +48,8 @@ impl VcpuThreads {
     }
 
     fn tell(&self) {
-        let followers = self.followers.lock().unwrap();
+        // A function that is busy for long delays this thread only.
+        let followers = self.followers.lock().unwrap().clone();
         for function in followers.iter().filter_map(Weak::upgrade) {
             function.post(FunctionDevice::update_vcpu_threads);
         }

@@ -9,12 +9,11 @@ use std::thread::JoinHandle;
 use std::{fmt, io};
 
 use hypervisor::{InterruptSourceConfig, IoEventAddress, MsiIrqSourceConfig, Vm};
-use log::error;
-use nvme_mpt_vmm::{Gpa, Mapping, MsixMessage, ThreadWork, Vmm, VmmError, VmmVectors};
+use nvme_mpt_vmm::{GroupVectors, Gpa, Mapping, MsixMessage, ThreadWork, Vmm, VmmError, VmmVectors};
 use pci::PciBdf;
 use seccompiler::SeccompAction;
 use vm_allocator::MemorySlotAllocator;
-use vm_device::interrupt::{InterruptManager, InterruptSourceGroup, MsiIrqGroupConfig};
+use vm_device::interrupt::{InterruptManager, MsiIrqGroupConfig};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::nvme_mpt;
@@ -126,11 +125,21 @@ impl Vmm for NvmeMptVmm {
                 count: count.into(),
             })
             .map_err(|e| VmmError::new(format!("set up {count} interrupt vectors"), e))?;
-        Ok(Box::new(NvmeMptVectors {
-            group,
+        let notifiers = group.clone();
+        let devid = self.bdf.into();
+        Ok(Box::new(GroupVectors::new(
             count,
-            devid: self.bdf.into(),
-        }))
+            move |vector| notifiers.notifier(vector.into()),
+            move |vector, message: MsixMessage| {
+                let config = InterruptSourceConfig::MsiIrq(MsiIrqSourceConfig {
+                    high_addr: (message.address >> 32) as u32,
+                    low_addr: message.address as u32,
+                    data: message.data,
+                    devid,
+                });
+                group.update(vector.into(), config, message.masked, true)
+            },
+        )))
     }
 
     fn spawn(&self, name: &str, work: ThreadWork) -> io::Result<JoinHandle<()>> {
@@ -140,60 +149,5 @@ impl Vmm for NvmeMptVmm {
             Thread::NvmeMptServed
         };
         nvme_mpt::spawn(&self.seccomp_action, thread_type, name, work)
-    }
-}
-
-/// MSI-X or MSI vectors of a function.
-struct NvmeMptVectors {
-    group: Arc<dyn InterruptSourceGroup>,
-    count: u16,
-    devid: u32,
-}
-
-impl fmt::Debug for NvmeMptVectors {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("NvmeMptVectors").finish_non_exhaustive()
-    }
-}
-
-impl NvmeMptVectors {
-    fn update(&self, vector: u16, message: MsixMessage, masked: bool) -> io::Result<()> {
-        let config = InterruptSourceConfig::MsiIrq(MsiIrqSourceConfig {
-            high_addr: (message.address >> 32) as u32,
-            low_addr: message.address as u32,
-            data: message.data,
-            devid: self.devid,
-        });
-        self.group.update(vector.into(), config, masked, true)
-    }
-}
-
-impl VmmVectors for NvmeMptVectors {
-    fn eventfd(&self, vector: u16) -> io::Result<EventFd> {
-        self.group
-            .notifier(vector.into())
-            .ok_or_else(|| io::ErrorKind::NotFound.into())
-    }
-
-    fn set_message(&self, vector: u16, message: MsixMessage) -> Result<(), VmmError> {
-        // The function does not raise vectors that are masked.
-        self.update(vector, message, false)
-            .map_err(|e| VmmError::new(format!("route interrupt vector {vector}"), e))
-    }
-}
-
-impl Drop for NvmeMptVectors {
-    fn drop(&mut self) {
-        // Removes the function from the interrupt routes.
-        for vector in 0..self.count {
-            let nowhere = MsixMessage {
-                address: 0,
-                data: 0,
-                masked: true,
-            };
-            if let Err(e) = self.update(vector, nowhere, true) {
-                error!("Interrupt vector {vector} stays connected: {e}");
-            }
-        }
     }
 }

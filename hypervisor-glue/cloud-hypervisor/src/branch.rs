@@ -40,7 +40,7 @@ pub enum BranchError {
 pub struct BranchRequest<'a> {
     /// Name of the branch.
     pub branch: &'a str,
-    /// True to update Cargo.lock.
+    /// True to update Cargo.lock, if a manifest is changed.
     pub updates_lock: bool,
 }
 
@@ -53,7 +53,7 @@ pub struct Branch {
     pub commits: Vec<(String, String)>,
     /// True if imports are grouped as the checkout's configuration says.
     pub has_grouped_imports: bool,
-    /// Lines that the user has to add to cargo's configuration, if any.
+    /// Lines that the user has to add to cargo's configuration. `None` if it has them, or if no manifest is changed.
     pub configuration: io::Result<Option<String>>,
 }
 
@@ -94,6 +94,7 @@ pub fn create(
     checkout.git(["var", "GIT_AUTHOR_IDENT"])?;
     let worktree = Worktree::add(checkout)?;
     let (mut own, mut commits) = (BTreeSet::new(), Vec::new());
+    let mut changes_manifest = false;
     for commit in &series.commits {
         // Anchors are looked for again, as rustfmt has changed the files.
         let change = commit.change(&version.name, &worktree, &own)?;
@@ -101,6 +102,7 @@ pub fn create(
             continue;
         }
         own.extend(change.added.keys().cloned());
+        changes_manifest |= change.paths().any(is_manifest);
         let paths = write(&worktree, &rustfmt, &change, request)?;
         let id = worktree.commit(&commit.message, paths.iter().map(String::as_str))?;
         let subject = commit.message.lines().next().unwrap_or_default();
@@ -113,8 +115,15 @@ pub fn create(
         base: version.commit.clone(),
         commits,
         has_grouped_imports: rustfmt.is_nightly,
-        configuration: lock::configure(checkout),
+        configuration: match changes_manifest {
+            true => lock::configure(checkout),
+            false => Ok(None),
+        },
     })
+}
+
+fn is_manifest(path: &str) -> bool {
+    path.rsplit('/').next() == Some("Cargo.toml")
 }
 
 /// Writes the changes of a commit to the work tree. Returns the paths of all changed files.
@@ -148,9 +157,9 @@ fn write(
         let formatted = rustfmt.format(worktree.dir(), path, &text)?;
         write(path, formatted.as_bytes(), false)?;
     }
-    let is_manifest = |path: &&str| path.rsplit('/').next() == Some("Cargo.toml");
     if request.updates_lock {
-        let manifests = change.edited.keys().map(String::as_str).filter(is_manifest);
+        let manifests = change.edited.keys().map(String::as_str);
+        let manifests = manifests.filter(|path| is_manifest(path));
         for lock in lock::update(worktree.dir(), manifests)? {
             if worktree.has(&lock)? {
                 paths.insert(lock);

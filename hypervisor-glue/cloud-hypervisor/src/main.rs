@@ -1,32 +1,38 @@
-//! `cargo patch-vmm CHECKOUT`: adds the option `--nvme-mpt` to a checkout of Cloud Hypervisor, as a branch of commits.
+//! `cargo patch-vmm CHECKOUT`: makes a branch with the commits of a series in a checkout of Cloud Hypervisor.
 
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
 use patch_vmm::branch::{self, BranchRequest};
 use patch_vmm::checkout::Checkout;
-use patch_vmm::series::Series;
+use patch_vmm::series::{self, Series};
 
-/// Makes a branch in a git checkout of Cloud Hypervisor, with commits that add the option --nvme-mpt.
+/// Makes a branch with the commits of a series in a git checkout of Cloud Hypervisor.
+///
+/// The series nvme-mpt adds the option --nvme-mpt.
 #[derive(Parser)]
 #[command(name = "patch-vmm")]
 struct Arguments {
     /// Git checkout of Cloud Hypervisor
     checkout: PathBuf,
-    /// Name of the new branch
-    #[arg(long, default_value = "nvme-mpt")]
-    branch: String,
+    /// Name of the new branch [default: the name of the series]
+    #[arg(long)]
+    branch: Option<String>,
     /// Only check that the series fits
     #[arg(long)]
     check: bool,
-    /// Directory of the series [default: the one of this project]
-    #[arg(long)]
-    series: Option<PathBuf>,
+    #[arg(long, default_value = "nvme-mpt", help = series_help())]
+    series: PathBuf,
     /// Leave Cargo.lock as it is
     #[arg(long)]
     no_lock: bool,
+}
+
+fn series_help() -> String {
+    let known = series::known_names().join(", ");
+    format!("Name of a series ({known}), or directory of another one")
 }
 
 fn main() -> ExitCode {
@@ -40,23 +46,24 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
-    let default = Path::new(env!("CARGO_MANIFEST_DIR")).join("series");
-    let series = Series::read(arguments.series.as_deref().unwrap_or(&default))?;
+    let (name, dir) = series::find(&arguments.series)?;
+    let series = Series::read(&dir)?;
+    let branch = arguments.branch.as_ref().unwrap_or(&name);
     let checkout = Checkout::open(&arguments.checkout)?;
     if arguments.check {
-        let (version, changes) = branch::check(&checkout, &series, &arguments.branch)?;
-        println!("The series fits {version}:");
+        let (version, changes) = branch::check(&checkout, &series, branch)?;
+        println!("The series {name} fits {version}:");
         for (commit, change) in changes {
             println!("  {}: {} files", commit.name, change.paths().count());
         }
         return Ok(());
     }
     let request = BranchRequest {
-        branch: &arguments.branch,
+        branch,
         updates_lock: !arguments.no_lock,
     };
     let made = branch::create(&checkout, &series, &request)?;
-    println!("Branch {} has these commits:", arguments.branch);
+    println!("Branch {branch} has these commits:");
     for (id, subject) in &made.commits {
         println!("  {id:.12} {subject}");
     }
@@ -70,6 +77,6 @@ fn run(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
         Err(error) => println!("{dir}/.cargo/config.toml cannot be written: {error}"),
     }
     println!("Build it in {dir}. These are the patches:");
-    println!("  git format-patch {:.12}..{}", made.base, arguments.branch);
+    println!("  git format-patch {:.12}..{branch}", made.base);
     Ok(())
 }

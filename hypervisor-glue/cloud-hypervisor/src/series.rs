@@ -99,6 +99,42 @@ pub enum SeriesError {
     /// Files of the series are wrong.
     #[error("The series is wrong:{}", lines(.0))]
     Wrong(Vec<String>),
+    /// This project has no series of that name, and there is no such directory.
+    #[error(
+        "{} is neither the name of a series ({}) nor the directory of one, with versions.toml",
+        .0.display(),
+        known_names().join(", ")
+    )]
+    Unknown(PathBuf),
+}
+
+/// Directory of this project's series.
+fn known_dir() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("series")
+}
+
+/// Returns the names of this project's series.
+#[must_use]
+pub fn known_names() -> Vec<String> {
+    let dirs = read_dir(&known_dir()).unwrap_or_default();
+    dirs.iter().map(|dir| name_of(dir)).collect()
+}
+
+/// Finds a series by its name in this project, or by its directory. Returns its name and its directory.
+///
+/// # Errors
+/// It is neither. The error has the known names.
+pub fn find(series: &Path) -> Result<(String, PathBuf), SeriesError> {
+    let known = known_names();
+    if let Some(name) = known.into_iter().find(|name| Path::new(name) == series) {
+        let dir = known_dir().join(&name);
+        return Ok((name, dir));
+    }
+    let dir = fs::canonicalize(series).ok();
+    match dir.filter(|dir| dir.join("versions.toml").exists()) {
+        Some(dir) => Ok((name_of(&dir), dir)),
+        None => Err(SeriesError::Unknown(series.to_owned())),
+    }
 }
 
 /// Returns lines to print below a message.

@@ -255,11 +255,30 @@ fn a_configuration_of_the_user_stays() {
 }
 
 #[test]
+fn cargo_is_left_alone_if_no_manifest_is_changed() {
+    let sample = Sample::new();
+    let edits = EDITS.split("[[edit]]").take(3).collect::<Vec<_>>();
+    sample.write("series/01-fruit/edits.toml", &edits.join("[[edit]]"));
+    sample.succeeds(&[]);
+    let names = sample.git(&["diff", "--name-only", "main", "series"]);
+    assert!(
+        names.contains("src/lib.rs") && !names.contains("Cargo"),
+        "{names}"
+    );
+    assert!(!sample.path("checkout/.cargo").exists());
+    let exclude = fs::read_to_string(sample.path("checkout/.git/info/exclude"));
+    assert!(!exclude.unwrap_or_default().contains(".cargo"));
+}
+
+#[test]
 fn a_check_changes_nothing() {
     let sample = Sample::new();
     let before = sample.state();
     let text = sample.succeeds(&["--check"]);
-    assert!(text.contains("The series fits v1 (2026-01-02, "), "{text}");
+    assert!(
+        text.contains("The series series fits v1 (2026-01-02, "),
+        "{text}"
+    );
     assert!(text.contains("01-fruit: 2 files"), "{text}");
     assert_eq!(sample.state(), before);
 }
@@ -275,13 +294,14 @@ fn checkouts_that_differ_are_refused() {
     sample.write("checkout/src/tool.rs", "mine");
     sample.refuses(&[], "src/tool.rs");
     fs::remove_file(sample.path("checkout/src/tool.rs")).unwrap();
-    sample.git(&["branch", "nvme-mpt"]);
-    sample.refuses(&[], "The branch `nvme-mpt` exists already");
+    // The branch has the name of the series by default.
+    sample.git(&["branch", "series"]);
+    sample.refuses(&[], "The branch `series` exists already");
     sample.refuses(
         &["--branch", "no..name"],
         "`no..name` is no name for a branch",
     );
-    sample.git(&["branch", "--delete", "nvme-mpt"]);
+    sample.git(&["branch", "--delete", "series"]);
     sample.git(&[
         "commit",
         "--quiet",

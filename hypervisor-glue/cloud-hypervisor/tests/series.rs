@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use patch_vmm::series::{Series, SeriesError};
+use patch_vmm::series::{self, Series, SeriesError};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -104,22 +104,43 @@ proptest! {
 
 /// Their `gitlint` allows lines of 72 characters, and a subject starts with a component.
 #[test]
-fn the_series_of_this_project_is_read_and_its_messages_have_their_form() {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("series");
-    let series = Series::read(&dir).unwrap();
-    let versions: Vec<_> = series
-        .versions
-        .iter()
-        .map(|version| &version.name)
-        .collect();
-    assert_eq!(versions, ["v53.0", "main"]);
-    assert!(series.commits.len() > 8, "{}", series.commits.len());
-    for commit in &series.commits {
-        let (subject, _) = commit.message.split_once('\n').unwrap();
-        let (_, change) = subject.rsplit_once(": ").unwrap();
-        assert!(change.starts_with(char::is_uppercase), "{subject}");
-        for line in commit.message.lines() {
-            assert!(line.len() <= 72, "{}: {line}", commit.name);
+fn each_series_of_this_project_is_read_and_its_messages_have_their_form() {
+    let names = series::known_names();
+    assert_eq!(names, ["nvme-mpt"]);
+    for name in names {
+        let (found, dir) = series::find(Path::new(&name)).unwrap();
+        assert_eq!(found, name);
+        let series = Series::read(&dir).unwrap();
+        let versions = series.versions.iter().map(|version| &version.name);
+        assert_eq!(versions.collect::<Vec<_>>(), ["v53.0", "main"]);
+        assert!(!series.commits.is_empty());
+        for commit in &series.commits {
+            let (subject, _) = commit.message.split_once('\n').unwrap();
+            let (_, change) = subject.rsplit_once(": ").unwrap();
+            assert!(change.starts_with(char::is_uppercase), "{subject}");
+            for line in commit.message.lines() {
+                assert!(line.len() <= 72, "{name}/{}: {line}", commit.name);
+            }
         }
+    }
+}
+
+#[test]
+fn a_series_is_found_by_its_name_or_directory() {
+    let dir = series("");
+    let (name, found) = series::find(dir.path()).unwrap();
+    assert_eq!(found, dir.path().canonicalize().unwrap());
+    assert_eq!(
+        Some(name.as_str()),
+        dir.path().file_name().unwrap().to_str()
+    );
+    // A directory without versions is none.
+    for unknown in [Path::new("nvme-mtp"), &dir.path().join("01-a")] {
+        let error = series::find(unknown).unwrap_err().to_string();
+        assert!(
+            error.contains("neither the name of a series (nvme-mpt"),
+            "{error}"
+        );
+        assert!(error.contains(&unknown.display().to_string()), "{error}");
     }
 }

@@ -1,8 +1,9 @@
 //! Makes a branch of commits in a git checkout of Cloud Hypervisor.
 //!
-//! The commits are described by files, a series: `series/nvme-mpt` adds NVMe functions in the process of Cloud Hypervisor.
-//! The files hold no lines of Cloud Hypervisor, neither context nor removed ones: an edit inserts lines at an anchor, which
-//! names symbols of the source. Each anchor must be found exactly once. Else nothing is changed.
+//! The commits are described by files, a series: `series/nvme-mpt` adds NVMe functions in the process of Cloud Hypervisor,
+//! `series/vfio-user` mends its vfio-user devices and does not need this project. The files hold no lines of Cloud Hypervisor,
+//! neither context nor removed ones: an edit inserts lines at an anchor, which names symbols of the source. Each anchor must
+//! be found exactly once. Else nothing is changed.
 //!
 //! # Files of a series
 //! - `versions.toml`: an entry `[[version]]` for each known version, with `name`, `commit` and `date`.

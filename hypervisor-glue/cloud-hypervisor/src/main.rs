@@ -11,7 +11,7 @@ use patch_vmm::series::{self, Series};
 
 /// Makes a branch with the commits of a series in a git checkout of Cloud Hypervisor.
 ///
-/// The series nvme-mpt adds the option --nvme-mpt.
+/// The series nvme-mpt adds the option --nvme-mpt. The series vfio-user mends vfio-user devices (--user-device).
 #[derive(Parser)]
 #[command(name = "patch-vmm")]
 struct Arguments {

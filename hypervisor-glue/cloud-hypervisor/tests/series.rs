@@ -106,7 +106,7 @@ proptest! {
 #[test]
 fn each_series_of_this_project_is_read_and_its_messages_have_their_form() {
     let names = series::known_names();
-    assert_eq!(names, ["nvme-mpt"]);
+    assert_eq!(names, ["nvme-mpt", "vfio-user"]);
     for name in names {
         let (found, dir) = series::find(Path::new(&name)).unwrap();
         assert_eq!(found, name);
@@ -138,7 +138,7 @@ fn a_series_is_found_by_its_name_or_directory() {
     for unknown in [Path::new("nvme-mtp"), &dir.path().join("01-a")] {
         let error = series::find(unknown).unwrap_err().to_string();
         assert!(
-            error.contains("neither the name of a series (nvme-mpt"),
+            error.contains("neither the name of a series (nvme-mpt, vfio-user)"),
             "{error}"
         );
         assert!(error.contains(&unknown.display().to_string()), "{error}");

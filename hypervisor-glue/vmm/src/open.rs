@@ -331,7 +331,9 @@ impl LeaseLedgers {
         if !options.is_raw {
             self.check_header(drive, wanted)?;
         }
-        let lease = ledger.acquire_with_claim(self.claim, &request)?;
+        let lease = ledger
+            .acquire_with_claim(self.claim, &request)
+            .map_err(|error| error.with_drive_path(request.drive.name, drive.path()))?;
         match &self.ledger_writer {
             Some(writer) => writer.request_write(),
             None => ledger.record_holder()?,

@@ -359,3 +359,50 @@ pub enum LeaseError {
     #[error(transparent)]
     Store(#[from] LedgerStoreError),
 }
+
+impl LeaseError {
+    /// Replaces the name of a drive, by which the ledger knows it, by the path that the user has given.
+    #[must_use]
+    pub fn with_drive_path(mut self, name: &str, path: &str) -> Self {
+        match &mut self {
+            Self::Overlap { drive, other, .. } => {
+                for named in [drive, &mut other.drive] {
+                    rename(named, name, path);
+                }
+            }
+            Self::IdTaken { other, .. } | Self::InUse { other } | Self::Held { other } => {
+                rename(&mut other.drive, name, path);
+            }
+            Self::OthersData { drive, .. }
+            | Self::NoPersistentName { drive }
+            | Self::NoCapacity { drive, .. }
+            | Self::PreviousData { drive, .. }
+            | Self::HasMore { drive, .. }
+            | Self::HasLess { drive, .. }
+            | Self::NotReserved { drive, .. } => rename(drive, name, path),
+            Self::EarlierName(error) => rename(&mut error.drive, name, path),
+            Self::Changed(error) => rename(&mut error.drive, name, path),
+            // The names of both drives tell which one is meant.
+            Self::Exchanged(_) | Self::BothKnown { .. } => {}
+            Self::Split { .. }
+            | Self::Id(_)
+            | Self::Range(_)
+            | Self::NoSuchLease { .. }
+            | Self::NoData { .. }
+            | Self::Unit { .. }
+            | Self::Size { .. }
+            | Self::Fixed { .. }
+            | Self::Gone { .. }
+            | Self::OtherOwner { .. }
+            | Self::NoOwner { .. }
+            | Self::Store(_) => {}
+        }
+        self
+    }
+}
+
+fn rename(drive: &mut String, name: &str, path: &str) {
+    if drive == name {
+        path.clone_into(drive);
+    }
+}

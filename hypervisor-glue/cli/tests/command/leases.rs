@@ -26,7 +26,13 @@ fn two_processes_share_a_drive_but_no_byte_of_it() {
         "held by process {}); choose a range that does not overlap",
         first.pid()
     );
-    for part in ["overlaps lease \"a\" (range 16M+16M of file:", &held] {
+    // The user knows the drive by its path.
+    let drive = bench.path("drive.img");
+    let range = format!(
+        "overlaps lease \"a\" (range 16M+16M of {}, ",
+        drive.display()
+    );
+    for part in [&range, &held] {
         assert!(refused.stderr.contains(part), "{}", refused.stderr);
     }
     // The server that was refused has left no files.

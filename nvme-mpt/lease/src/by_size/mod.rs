@@ -52,14 +52,12 @@ pub(super) fn check_unit(
         format!("is not a multiple of the drive's logical block: use unit={block}")
     } else if area.capacity < MIN_UNIT {
         format!(
-            "is larger than the drive {}, which has {}: lease it with range=",
-            area.drive,
+            "is larger than the drive, which has {}: lease it with range=",
             ByteSize(area.capacity)
         )
     } else if area.capacity < unit {
         format!(
-            "is larger than the drive {}, which has {}: choose a smaller unit",
-            area.drive,
+            "is larger than the drive, which has {}: choose a smaller unit",
             ByteSize(area.capacity)
         )
     } else {

@@ -667,7 +667,7 @@ fn unsuitable_sizes_are_refused() {
             (
                 64 * M,
                 64 * M,
-                "The unit 64M of a lease by size is larger than the drive disk:d, which has 41472K: choose a smaller \
+                "The unit 64M of a lease by size is larger than the drive, which has 41472K: choose a smaller \
                  unit",
             ),
             (
@@ -698,7 +698,7 @@ fn unsuitable_sizes_are_refused() {
         };
         assert_eq!(
             refusal(&ledger, &small),
-            "The unit 1M of a lease by size is larger than the drive disk:d, which has 50K: lease it with range="
+            "The unit 1M of a lease by size is larger than the drive, which has 50K: lease it with range="
         );
         let large_blocks = LeaseRequest {
             lba_shift: 21,

@@ -41,7 +41,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<OpenedFile> {
     let path = entry.path().to_owned();
     let kind = path.symlink_metadata()?.file_type();
     if !kind.is_file() && !kind.is_block_device() {
-        let what = "it is neither a file nor a block device";
+        let what = "it is neither a file nor a block device: name one of these";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
     let backing_id = BackingId::from_path(&path)?;

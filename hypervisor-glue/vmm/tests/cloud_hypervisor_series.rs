@@ -4,7 +4,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use nvme_mpt_vmm::options::FunctionConfig;
-use nvme_mpt_vmm::sandbox::{self, ThreadKind};
 
 /// Source of the module with the trait `Vmm`.
 const INTERFACE: &str = include_str!("../src/vmm.rs");
@@ -98,30 +97,4 @@ fn every_function_key_is_typed_and_described() {
             "{key} is not a field of the configuration"
         );
     }
-}
-
-/// A VMM may take the filter of its threads from the requirements, as the series could.
-#[test]
-fn the_threads_filter_allows_nothing_beyond_the_requirements() {
-    // `ioctl` has a list of requests of its own. The others are calls of the thread that starts the others.
-    const OTHERS: &[&str] = &[
-        "ioctl",
-        "landlock_add_rule",
-        "landlock_create_ruleset",
-        "landlock_restrict_self",
-    ];
-    let drive = tempfile::NamedTempFile::new().expect("file");
-    let path = drive.path().display().to_string();
-    let config = FunctionConfig::from_keys(|key| (key == "path").then(|| path.clone()));
-    let requirements = sandbox::requirements(&config.expect("valid")).expect("valid");
-    let calls = requirements.system_calls(ThreadKind::Control);
-    let required: Vec<&str> = calls.map(|call| call.name()).collect();
-    let filter = text_of("seccomp_filters/nvme_mpt.rs");
-    let filter = filter.split_once("mod unit_tests").expect("tests").0;
-    let allowed = filter.split("(libc::SYS_").skip(1);
-    let unknown: Vec<&str> = allowed
-        .map(|call| call.split(',').next().expect("a name"))
-        .filter(|name| !OTHERS.contains(name) && !required.contains(name))
-        .collect();
-    assert_eq!(unknown, [""; 0]);
 }

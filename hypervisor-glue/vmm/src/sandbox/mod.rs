@@ -3,7 +3,8 @@
 //!
 //! A VMM confines itself once, before its guest runs: by Landlock (files), seccomp (system calls), resource limits and capabilities.
 //! [`requirements`] returns what a function with given options needs of each. A function that is added later needs no more than it
-//! would have needed from the start, so a VMM asks for each function that may be added.
+//! would have needed from the start, so a VMM asks for each function that may be added. [`FunctionCalls`] has the system calls of
+//! all.
 //!
 //! # System calls
 //!
@@ -73,7 +74,7 @@ use nvme_mpt_memory::userfaultfd::open_own_mappings;
 use crate::drives::DrivePath;
 use crate::options::{FunctionConfig, OptionError, ParsedFunctionOptions};
 
-pub use requirements::{Capability, Requirements};
+pub use requirements::{Capability, FunctionCalls, Requirements};
 pub use system_calls::{IoctlRequest, SystemCall, ThreadKind};
 
 /// Absolute paths of the drives that this process leaves to servers: it never opens them itself, because its sandbox was set up

@@ -56,7 +56,7 @@ impl Requirements {
     ) -> Self {
         use CallScope::{Every, File, Leased, Physical, Served};
         let scopes = match &options.path {
-            _ if is_served => vec![Every, Served],
+            _ if is_served => FunctionCalls::OF_SERVED.scopes.to_vec(),
             // A server may have the drive when the function takes it back after a hand-over.
             DrivePath::File(_) => vec![Every, Leased, File, Served],
             DrivePath::Pci(_) => vec![Every, Leased, Physical, Served],
@@ -88,6 +88,42 @@ impl Requirements {
     /// Returns the requests for which a thread of this kind makes the system call `ioctl`.
     pub fn ioctls(&self, kind: ThreadKind) -> impl Iterator<Item = &'static IoctlRequest> + use<> {
         system_calls::ioctls(kind, &self.scopes)
+    }
+}
+
+/// System calls of functions that are not known yet, for filters that are made before functions are added.
+#[derive(Clone, Copy, Debug)]
+pub struct FunctionCalls {
+    scopes: &'static [CallScope],
+}
+
+impl FunctionCalls {
+    /// Calls of every function.
+    pub const OF_ANY: Self = Self {
+        scopes: &[
+            CallScope::Every,
+            CallScope::Leased,
+            CallScope::File,
+            CallScope::Physical,
+            CallScope::Served,
+        ],
+    };
+    /// Calls of functions on drives that this process [leaves to servers](super::is_left_to_servers).
+    pub const OF_SERVED: Self = Self {
+        scopes: &[CallScope::Every, CallScope::Served],
+    };
+
+    /// Returns the system calls of a kind of thread, as [`Requirements::system_calls`] does for one function.
+    pub fn system_calls(
+        self,
+        kind: ThreadKind,
+    ) -> impl Iterator<Item = &'static SystemCall> + use<> {
+        system_calls::system_calls(kind, self.scopes)
+    }
+
+    /// Returns the requests of the system call `ioctl`, as [`Requirements::ioctls`] does for one function.
+    pub fn ioctls(self, kind: ThreadKind) -> impl Iterator<Item = &'static IoctlRequest> + use<> {
+        system_calls::ioctls(kind, self.scopes)
     }
 }
 

@@ -417,14 +417,14 @@ const IOCTLS: &[TableEntry<IoctlRequest>] = &[
 
 #[cfg(test)]
 mod tests {
+    use super::super::FunctionCalls;
     use super::*;
-
-    const ALL_SCOPES: &[CallScope] = &[Every, Leased, File, Physical, Served];
 
     #[test]
     fn threads_need_the_calls_of_those_that_they_start() {
         let calls = |kind| -> Vec<&str> {
-            system_calls(kind, ALL_SCOPES)
+            FunctionCalls::OF_ANY
+                .system_calls(kind)
                 .map(SystemCall::name)
                 .collect()
         };
@@ -435,13 +435,14 @@ mod tests {
         assert!(vcpu.iter().all(|call| control.contains(call)));
         assert!(control.contains(&"eventfd2") && !poller.contains(&"eventfd2"));
         assert!(poller.contains(&"io_uring_enter") && !vcpu.contains(&"io_uring_enter"));
-        assert_eq!(ioctls(ThreadKind::Vcpu, ALL_SCOPES).count(), 0);
+        assert_eq!(FunctionCalls::OF_ANY.ioctls(ThreadKind::Vcpu).count(), 0);
     }
 
     #[test]
     fn threads_of_served_drives_have_no_call_that_opens_or_changes_a_drive() {
-        let served = [Every, Served];
-        let calls: Vec<&str> = system_calls(ThreadKind::Manager, &served)
+        let served = FunctionCalls::OF_SERVED;
+        let calls: Vec<&str> = served
+            .system_calls(ThreadKind::Manager)
             .map(SystemCall::name)
             .collect();
         for call in [
@@ -456,7 +457,7 @@ mod tests {
             assert!(!calls.contains(&call), "{call}");
         }
         assert!(calls.contains(&"connect"));
-        assert_eq!(ioctls(ThreadKind::Manager, &served).count(), 0);
+        assert_eq!(served.ioctls(ThreadKind::Manager).count(), 0);
     }
 
     #[test]

@@ -8,9 +8,10 @@ use std::result;
 
 use nvme_mpt_vmm::options::{FunctionConfig, OptionError, config_help};
 use nvme_mpt_vmm::report;
-use option_parser::{ByteSized, OptionParser};
+use option_parser::OptionParser;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::{Error, PciDeviceCommonConfig, Result, ValidationError, ValidationResult};
 use crate::vm_config::VmConfig;
@@ -127,8 +128,8 @@ impl TryFrom<NvmeMptKeys> for NvmeMptConfig {
     }
 }
 
-fn text<T: ToString>(value: &Option<T>) -> Option<String> {
-    value.as_ref().map(ToString::to_string)
+fn message(error: &OptionError) -> String {
+    report::chain(error).replace("\n  ", ": ")
 }
 
 impl NvmeMptConfig {
@@ -151,49 +152,16 @@ impl NvmeMptConfig {
             .add_all(PciDeviceCommonConfig::OPTIONS);
         parser.parse(nvme_mpt).map_err(Error::ParseNvmeMpt)?;
 
-        let bytes = |key| -> Result<Option<u64>> {
-            let size = parser
-                .convert::<ByteSized>(key)
-                .map_err(Error::ParseNvmeMpt)?;
-            Ok(size.map(|size| size.0))
+        let check = || -> result::Result<FunctionConfig, OptionError> {
+            let function = FunctionConfig::from_keys(|key| parser.get(key))?;
+            function.options()?;
+            Ok(function)
         };
-        let seconds = |key| parser.convert::<u64>(key).map_err(Error::ParseNvmeMpt);
-        let number = |key| parser.convert::<u16>(key).map_err(Error::ParseNvmeMpt);
-
-        let options = NvmeMptOptions {
-            path: parser.get("path").unwrap_or_default(),
-            range: parser.get("range"),
-            size: bytes("size")?,
-            unit: bytes("unit")?,
-            queues: number("queues")?,
-            reserve: number("reserve")?,
-            mdts: bytes("mdts")?,
-            lease: parser.get("lease"),
-            doorbells: parser.get("doorbells"),
-            doorbell_stride: number("doorbell-stride")?,
-            poll: parser.get("poll"),
-            fixed: parser.get("fixed"),
-            memory: parser.get("memory"),
-            memory_limit: bytes("memory-limit")?,
-            iops: parser.get("iops"),
-            bandwidth: parser.get("bandwidth"),
-            weight: number("weight")?,
-            data: parser.get("data"),
-            serial: parser.get("serial"),
-            lba: bytes("lba")?,
-            drive_id: parser.get("drive-id"),
-            format: parser.get("format"),
-            #[cfg(feature = "nvme_mpt_models")]
-            profile: parser.get("profile"),
-            #[cfg(feature = "nvme_mpt_models")]
-            faults: parser.get("faults"),
-            populate: parser.get("populate"),
-            namespace: parser.convert("namespace").map_err(Error::ParseNvmeMpt)?,
-            timeout: seconds("timeout")?,
-            arbitration: parser.get("arbitration"),
-            reconnect: seconds("reconnect")?,
-            state_dir: parser.get("state_dir").map(PathBuf::from),
-        };
+        let function = check().map_err(|e| Error::InvalidNvmeMpt(message(&e)))?;
+        let mut options: NvmeMptOptions = serde_json::to_value(&function)
+            .and_then(serde_json::from_value)
+            .map_err(|e| Error::InvalidNvmeMpt(e.to_string()))?;
+        options.state_dir = parser.get("state_dir").map(PathBuf::from);
 
         Ok(NvmeMptConfig {
             pci_common: PciDeviceCommonConfig::parse(nvme_mpt)?,
@@ -203,75 +171,12 @@ impl NvmeMptConfig {
 
     /// Returns the configuration as the crate takes it that makes functions.
     pub fn function_config(&self) -> result::Result<FunctionConfig, OptionError> {
-        let NvmeMptOptions {
-            path,
-            range,
-            size,
-            unit,
-            queues,
-            reserve,
-            mdts,
-            lease,
-            doorbells,
-            doorbell_stride,
-            poll,
-            fixed,
-            memory,
-            memory_limit,
-            iops,
-            bandwidth,
-            weight,
-            data,
-            serial,
-            lba,
-            drive_id,
-            format,
-            #[cfg(feature = "nvme_mpt_models")]
-            profile,
-            #[cfg(feature = "nvme_mpt_models")]
-            faults,
-            populate,
-            namespace,
-            timeout,
-            arbitration,
-            reconnect,
-            state_dir,
-        } = &self.options;
-
-        FunctionConfig::from_keys(|key| match key {
-            "path" => (!path.is_empty()).then(|| path.clone()),
-            "range" => range.clone(),
-            "size" => text(size),
-            "unit" => text(unit),
-            "queues" => text(queues),
-            "reserve" => text(reserve),
-            "mdts" => text(mdts),
-            "lease" => lease.clone(),
-            "doorbells" => doorbells.clone(),
-            "doorbell-stride" => text(doorbell_stride),
-            "poll" => poll.clone(),
-            "fixed" => fixed.clone(),
-            "memory" => memory.clone(),
-            "memory-limit" => text(memory_limit),
-            "iops" => iops.clone(),
-            "bandwidth" => bandwidth.clone(),
-            "weight" => text(weight),
-            "data" => data.clone(),
-            "serial" => serial.clone(),
-            "lba" => text(lba),
-            "drive-id" => drive_id.clone(),
-            "format" => format.clone(),
-            #[cfg(feature = "nvme_mpt_models")]
-            "profile" => profile.clone(),
-            #[cfg(feature = "nvme_mpt_models")]
-            "faults" => faults.clone(),
-            "populate" => populate.clone(),
-            "namespace" => text(namespace),
-            "timeout" => text(timeout),
-            "arbitration" => arbitration.clone(),
-            "reconnect" => text(reconnect),
-            "state_dir" => state_dir.as_ref().map(|dir| dir.display().to_string()),
-            _ => None,
+        // A structure of texts and numbers has a JSON value.
+        let options = serde_json::to_value(&self.options).unwrap_or_default();
+        FunctionConfig::from_keys(|key| match options.get(key)? {
+            Value::String(text) if key == "path" && text.is_empty() => None,
+            Value::String(text) => Some(text.clone()),
+            value => Some(value.to_string()),
         })
     }
 
@@ -283,8 +188,7 @@ impl NvmeMptConfig {
         let options = self
             .function_config()
             .and_then(|config| config.options())
-            .map_err(|e| report::chain(&e).replace("\n  ", ": "))
-            .map_err(ValidationError::InvalidNvmeMpt)?;
+            .map_err(|e| ValidationError::InvalidNvmeMpt(message(&e)))?;
 
         // The drive would go on with pages that the balloon has freed.
         if options.pins_memory() && vm_config.balloon.is_some() {
@@ -331,8 +235,18 @@ mod unit_tests {
             }
         );
         NvmeMptConfig::parse("path=null:1G,rang=0+8M").unwrap_err();
-        NvmeMptConfig::parse("path=null:1G,queues=x").unwrap_err();
-        NvmeMptConfig::parse("path=null:1G,size=x").unwrap_err();
+        // An error names the option, its value and what to do.
+        for (options, named) in [
+            ("path=null:1T,queues=100000", "\"queues\" cannot be \"100000\""),
+            ("path=null:1T,size=1X", "\"size\" cannot be \"1X\""),
+            ("path=null:1T,lba=520", "\"lba\" cannot be \"520\""),
+            ("path=null:1T,weight=0", "\"weight\" cannot be \"0\""),
+            ("path=null:1T,timeout=1", "timeout"),
+            ("size=1G", "\"path\" is missing"),
+        ] {
+            let error = NvmeMptConfig::parse(options).unwrap_err().to_string();
+            assert!(error.contains(named), "{error}");
+        }
     }
 
     #[test]
@@ -410,13 +324,13 @@ mod unit_tests {
         );
         config.memory.shared = true;
         config.validate().unwrap();
-        for (options, named) in [
-            ("path=null:1G,lba=520", "\"lba\" cannot be \"520\""),
-            ("path=null:1G,weight=0", "\"weight\""),
-            ("size=1G", "\"path\" is missing"),
-            ("path=null:1G,timeout=1", "timeout"),
+        // The API's values are checked as those of the command line.
+        for (json, named) in [
+            (r#"{"path":"null:1G","lba":520}"#, "\"lba\" cannot be \"520\""),
+            (r#"{"path":"null:1G","weight":0}"#, "\"weight\" cannot be \"0\""),
+            (r#"{"path":""}"#, "\"path\" is missing"),
         ] {
-            config.nvme_mpt = Some(vec![NvmeMptConfig::parse(options).unwrap()]);
+            config.nvme_mpt = Some(vec![read(json).unwrap()]);
             let error = config.validate().unwrap_err().to_string();
             assert!(error.contains(named), "{error}");
         }

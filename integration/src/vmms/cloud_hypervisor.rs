@@ -102,6 +102,23 @@ pub fn spawn<S: AsRef<OsStr>>(
 /// # Errors
 /// The VMM does not answer, or refuses.
 pub fn request(dir: &Path, request_path: &str, body: &Value) -> Result<(), VmmsError> {
+    send(dir, "PUT", request_path, body).map(drop)
+}
+
+/// Returns the value that Cloud Hypervisor answers to a request, such as `vm.info`.
+///
+/// # Errors
+/// The VMM does not answer, or refuses, or its answer is no JSON.
+pub fn read(dir: &Path, request_path: &str) -> Result<Value, VmmsError> {
+    let body = send(dir, "GET", request_path, &Value::Null)?;
+    serde_json::from_str(&body).map_err(|_| VmmsError::Refused {
+        request: request_path.to_owned(),
+        answer: body,
+    })
+}
+
+/// Sends an API request. Returns the body of the answer.
+fn send(dir: &Path, method: &str, request_path: &str, body: &Value) -> Result<String, VmmsError> {
     let path = api(dir);
     let file = || VmmsError::file(&path);
     let mut stream = UnixStream::connect(&path).map_err(file())?;
@@ -112,14 +129,14 @@ pub fn request(dir: &Path, request_path: &str, body: &Value) -> Result<(), VmmsE
     };
     write!(
         stream,
-        "PUT /api/v1/{request_path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
+        "{method} /api/v1/{request_path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
          Content-Length: {}\r\n\r\n{body}",
         body.len()
     )
     .map_err(file())?;
     let answer = HttpResponse::read(BufReader::new(stream)).map_err(file())?;
     if answer.is_success() {
-        return Ok(());
+        return Ok(answer.body);
     }
     Err(VmmsError::Refused {
         request: format!("{request_path} {body}"),
@@ -361,18 +378,18 @@ impl VmmUnderTest for CloudHypervisor {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> HttpResponse {
+    fn response(text: &str) -> HttpResponse {
         HttpResponse::read(text.as_bytes()).expect("an answer")
     }
 
     #[test]
     fn http_answers_are_read_exactly_to_their_end() {
-        let well = read("HTTP/1.1 204 \r\nServer: Cloud Hypervisor API\r\n\r\n");
+        let well = response("HTTP/1.1 204 \r\nServer: Cloud Hypervisor API\r\n\r\n");
         assert!(well.is_success());
         assert_eq!(well.body, "");
-        let badly = read("HTTP/1.1 500 \r\nContent-Length: 3\r\n\r\n[1]HTTP/1.1 200 \r\n");
+        let badly = response("HTTP/1.1 500 \r\nContent-Length: 3\r\n\r\n[1]HTTP/1.1 200 \r\n");
         assert!(!badly.is_success());
         assert_eq!(badly.body, "[1]");
-        assert!(!read("").is_success());
+        assert!(!response("").is_success());
     }
 }

@@ -20,6 +20,7 @@ mod backing;
 mod balloon;
 mod bind;
 mod client;
+mod cloud_hypervisor;
 mod disk_order;
 mod disks;
 mod doctor;
@@ -38,6 +39,7 @@ mod isolation;
 mod killed_servers;
 mod late_memory;
 mod linux;
+mod loaded_guest;
 mod native;
 mod nested;
 mod outside;
@@ -87,6 +89,7 @@ const GROUPS: &[Group] = &[
     backing::GROUP,
     balloon::GROUP,
     bind::GROUP,
+    cloud_hypervisor::GROUP,
     function_changes::GROUP,
     disks::GROUP,
     drives::GROUP,

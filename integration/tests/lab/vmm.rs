@@ -150,20 +150,22 @@ fn cloud_hypervisor_root_with_the_pin(bench: &CheckEnvironment) -> Result<(), Fa
     let assets = GuestAssets::provide(&KernelChoice::V6_12)?;
     let image = root(bench, &assets, &script_with_the_pin())?;
     let (mut vmm, console) =
-        spawn_cloud_hypervisor(bench, &assets, &image, NO_MESSAGES, "doorbells=auto")?;
+        spawn_cloud_hypervisor(bench, &assets, &image, NO_MESSAGES, "doorbells=auto", &[])?;
     await_end(&mut vmm, &console)?;
     expect_clean_root(&image)?;
     expect_lines(&console_output(&console)?, PIN_LINES)
 }
 
 /// Starts patched Cloud Hypervisor with two vCPUs and its guest's root on a function. `parameters` extend the kernel command
-/// line, and `options` are options of the function. Returns the guest's console log as well.
+/// line, `options` are options of the function, and `arguments` further ones of the VMM. Returns the guest's console log as
+/// well.
 pub(crate) fn spawn_cloud_hypervisor(
     bench: &CheckEnvironment,
     assets: &GuestAssets,
     image: &Path,
     parameters: &str,
     options: &str,
+    arguments: &[&str],
 ) -> Result<(SupervisedChild, PathBuf), Failure> {
     let console = bench.dir().join("console");
     let state_dir = bench.state_dir();
@@ -182,7 +184,8 @@ pub(crate) fn spawn_cloud_hypervisor(
         ["--serial", &format!("file={}", console.display())],
         ["--nvme-mpt", &function],
     ];
-    let vmm = cloud_hypervisor::spawn(bench.dir(), machine.as_flattened())?;
+    let arguments = machine.as_flattened().iter().chain(arguments);
+    let vmm = cloud_hypervisor::spawn(bench.dir(), arguments)?;
     Ok((vmm, console))
 }
 
@@ -282,7 +285,8 @@ fn cloud_hypervisor_pollers_stay_beside_their_vcpus(
         reads(5)
     );
     let image = root(bench, &assets, &init::script(&script))?;
-    let (mut vmm, console) = spawn_cloud_hypervisor(bench, &assets, &image, "", POLLER_OPTIONS)?;
+    let (mut vmm, console) =
+        spawn_cloud_hypervisor(bench, &assets, &image, "", POLLER_OPTIONS, &[])?;
     let pid = vmm.pid();
     for processors in VCPU_PROCESSORS {
         expect_pollers_beside(pid, VCPUS, processors)?;

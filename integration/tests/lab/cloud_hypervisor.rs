@@ -1,0 +1,164 @@
+//! Guests of patched Cloud Hypervisor in its sandbox, under load: functions come and go, the VM pauses, is restored and
+//! migrates. All data must be right, and no thread of the VMM may use a system call or a file that its filter or Landlock
+//! refuses.
+
+use std::env;
+use std::fs;
+use std::thread;
+use std::time::Duration;
+
+use integration::checks::FULL;
+use integration::progress::print_line;
+use integration::vmms::cloud_hypervisor::{read, request};
+use serde_json::{Value, json};
+
+use crate::fixture::{CheckEnvironment, Failure, await_that, expect, sh, with_path};
+use crate::loaded_guest::{LoadedGuest, Migration};
+use crate::vmms::is_patched_cloud_hypervisor_named;
+use crate::{ExpectedRefusals, Group};
+
+pub(crate) const GROUP: Group = Group::Inside {
+    name: "cloud_hypervisor",
+    drives: Vec::new,
+    refused: ExpectedRefusals::None,
+    checks: &[
+        ("adds_and_removes_functions", adds_and_removes_functions),
+        ("pauses_and_restores", pauses_and_restores),
+        ("migrates", migrates),
+    ],
+};
+
+/// Functions that are added and removed.
+const FUNCTIONS: usize = 5;
+/// Functions that are added and removed with `--full`.
+const FUNCTIONS_OF_FULL: usize = 100;
+/// Pauses of the VM, and how long each lasts.
+const PAUSES: usize = 3;
+const PAUSE: Duration = Duration::from_secs(1);
+const PLUGGED_BYTES: u64 = 1 << 20;
+
+/// Sandboxes of the VMM: seccomp filters that log what they would refuse, and Landlock.
+struct Sandbox {
+    arguments: Vec<String>,
+}
+
+impl Sandbox {
+    fn new(bench: &CheckEnvironment) -> Result<Self, Failure> {
+        let actions = sh("cat /proc/sys/kernel/seccomp/actions_logged")?;
+        expect(
+            actions.split_whitespace().any(|action| action == "log"),
+            || format!("The host's kernel does not log seccomp's action log: {actions}"),
+        )?;
+        // With the images of functions that are added later, and the state directory.
+        let files = format!("path={},access=rw", bench.dir().display());
+        let arguments = ["--seccomp", "log", "--landlock", "--landlock-rules", &files];
+        Ok(Self {
+            arguments: arguments.map(str::to_owned).to_vec(),
+        })
+    }
+
+    /// Returns arguments of a VMM that boots a guest.
+    fn of_boot(&self) -> Vec<&str> {
+        self.arguments.iter().map(String::as_str).collect()
+    }
+
+    /// Returns arguments of a VMM that restores or receives a guest, whose configuration has the rules of Landlock.
+    fn of_successor(&self) -> Vec<&str> {
+        self.of_boot().into_iter().take(2).collect()
+    }
+
+    /// Fails if a thread has used a system call that its filter refuses.
+    fn expect_quiet(&self) -> Result<(), Failure> {
+        // Record type of seccomp (linux/audit.h, AUDIT_SECCOMP).
+        let logged = sh("dmesg | grep 'type=1326' || true")?;
+        expect(logged.is_empty(), || {
+            format!("The filters refuse:\n{logged}")
+        })
+    }
+}
+
+/// Adds a function and removes it, again and again. The guest verifies each.
+fn adds_and_removes_functions(bench: &CheckEnvironment) -> Result<(), Failure> {
+    if !is_patched_cloud_hypervisor_named()? {
+        return Ok(());
+    }
+    let sandbox = Sandbox::new(bench)?;
+    let mut guest = LoadedGuest::start(bench, false, &sandbox.of_boot())?;
+    let image = bench.dir().join("plugged.img");
+    let file = fs::File::create(&image).and_then(|file| file.set_len(PLUGGED_BYTES));
+    file.map_err(with_path(&image))?;
+    guest.await_passes()?;
+    let functions = match env::var_os(FULL) {
+        Some(_) => FUNCTIONS_OF_FULL,
+        None => FUNCTIONS,
+    };
+    for number in 1..=functions {
+        let id = format!("plugged{number}");
+        let function = json!({"id": id, "path": image, "state_dir": bench.state_dir()});
+        request(bench.dir(), "vm.add-nvme-mpt", &function)?;
+        guest.await_line(&format!("guest: plugged {number}."))?;
+        let counters = read(bench.dir(), "vm.counters")?;
+        expect(counters.get(&id).is_some(), || {
+            format!("vm.counters does not name {id}: {counters}")
+        })?;
+        request(bench.dir(), "vm.remove-device", &json!({"id": id}))?;
+        guest.await_line(&format!("guest: unplugged {number}."))?;
+        // The guest ejects the slot after its driver has let go.
+        await_that(&format!("the end of {id}"), || {
+            let info = read(bench.dir(), "vm.info")?;
+            Ok(info["device_tree"].get(&id).is_none())
+        })?;
+    }
+    guest.forget()?;
+    guest.await_passes()?;
+    sandbox.expect_quiet()?;
+    fs::remove_file(&image).map_err(with_path(&image))?;
+    guest.end(bench)
+}
+
+/// Pauses and resumes the VM, saves it, and restores it in another process.
+fn pauses_and_restores(bench: &CheckEnvironment) -> Result<(), Failure> {
+    if !is_patched_cloud_hypervisor_named()? {
+        return Ok(());
+    }
+    let sandbox = Sandbox::new(bench)?;
+    let mut guest = LoadedGuest::start(bench, false, &sandbox.of_boot())?;
+    for _ in 0..PAUSES {
+        guest.await_passes()?;
+        request(bench.dir(), "vm.pause", &Value::Null)?;
+        thread::sleep(PAUSE);
+        request(bench.dir(), "vm.resume", &Value::Null)?;
+        guest.forget()?;
+    }
+    let url = guest.save(bench)?;
+    for mode in ["copy", "ondemand"] {
+        guest.restore(bench, &url, mode, &sandbox.of_successor())?;
+        guest.await_passes()?;
+        if mode == "copy" {
+            // A snapshot does not have the drive's content, so it is taken again.
+            sh(&format!("rm -r {}", bench.dir().join("snapshot").display()))?;
+            guest.save(bench)?;
+        }
+    }
+    sandbox.expect_quiet()?;
+    guest.end(bench)
+}
+
+/// Migrates the VM to another process, and from there to a third.
+fn migrates(bench: &CheckEnvironment) -> Result<(), Failure> {
+    if !is_patched_cloud_hypervisor_named()? {
+        return Ok(());
+    }
+    sh("ip link set lo up")?;
+    let sandbox = Sandbox::new(bench)?;
+    for how in [Migration::Local, Migration::PreCopy] {
+        let mut guest = LoadedGuest::start(bench, false, &sandbox.of_boot())?;
+        guest.await_passes()?;
+        let mut sender = guest.migrate(bench, how, &sandbox.of_successor())?;
+        sender.kill();
+        print_line(&format!("        {how:?}: migrated"));
+        guest.await_passes()?;
+        guest.end(bench)?;
+    }
+    sandbox.expect_quiet()
+}

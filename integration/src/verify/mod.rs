@@ -17,6 +17,7 @@ use crate::progress::{ProgressStep as Announced, print_line, seconds};
 use crate::provision::ProvisionError;
 use crate::provision::host::{self, HostTool};
 
+mod cloud_hypervisor;
 mod command;
 mod fuzz;
 mod steps;

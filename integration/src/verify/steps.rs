@@ -8,7 +8,9 @@ use std::process::Command;
 use std::thread;
 
 use super::command::{CountedChecks, TARGET};
-use super::{StepCondition, StepContext, VerifyError, VerifyOptions, VerifyStep, fuzz};
+use super::{
+    StepCondition, StepContext, VerifyError, VerifyOptions, VerifyStep, cloud_hypervisor, fuzz,
+};
 use crate::checks::FULL;
 use crate::process::{self, ProcessError};
 use crate::provision::host::{self, HostTool};
@@ -259,6 +261,15 @@ pub(super) const ALL: &[VerifyStep] = &[
         has_separate_build: true,
         needs_quiet: false,
         run: cross,
+    },
+    VerifyStep {
+        name: "cloud-hypervisor",
+        what: "the series of commits for the Cloud Hypervisor that CLOUD_HYPERVISOR_SOURCE names",
+        when: StepCondition::Full,
+        is_sharded: false,
+        has_separate_build: true,
+        needs_quiet: false,
+        run: cloud_hypervisor::run,
     },
     VerifyStep {
         name: "e2e",

@@ -15,6 +15,8 @@ const SOURCE_VARIABLE: &str = "CLOUD_HYPERVISOR_SOURCE";
 /// Branch that the series makes.
 const BRANCH: &str = "nvme-mpt";
 const FEATURE: [&str; 2] = ["--features", "nvme_mpt"];
+/// Features of the crate `vmm` alone, which needs a hypervisor.
+const FEATURES_OF_VMM: [&str; 2] = ["--features", "kvm,nvme_mpt"];
 
 /// Makes the branch of commits, and checks its last commit as Cloud Hypervisor's own integration does: format, lints, which
 /// compile its integration tests as well, and the tests of its crate `vmm`. Checks that each commit compiles.
@@ -43,13 +45,17 @@ pub(super) fn run(context: &mut StepContext) -> Result<(), VerifyError> {
     let commits = process::run(git(&clone).args(["rev-list", "--reverse", "HEAD..nvme-mpt"]))?;
     for commit in commits.lines() {
         process::run(git(&clone).args(["checkout", "--quiet", commit]))?;
-        let arguments = [&["check", "--package", "vmm", "--tests"][..], &FEATURE].concat();
+        let arguments = [
+            &["check", "--package", "vmm", "--tests"][..],
+            &FEATURES_OF_VMM,
+        ]
+        .concat();
         in_clone(context, &clone, &arguments, CountedChecks::One)?;
     }
     let lints = [&["clippy", "--all-targets"][..], &FEATURE].concat();
     let lints = [&lints[..], &["--", "--deny", "warnings"]].concat();
     in_clone(context, &clone, &lints, CountedChecks::One)?;
-    let tests = [&["test", "--package", "vmm", "--lib"][..], &FEATURE].concat();
+    let tests = [&["test", "--package", "vmm", "--lib"][..], &FEATURES_OF_VMM].concat();
     in_clone(context, &clone, &tests, CountedChecks::Tests)?;
     let format = ["+nightly", "fmt", "--all", "--check"];
     match process::run(Command::new("cargo").args(["+nightly", "fmt", "--version"])) {

@@ -98,8 +98,9 @@ fn adds_and_removes_functions(bench: &CheckEnvironment) -> Result<(), Failure> {
         request(bench.dir(), "vm.add-nvme-mpt", &function)?;
         guest.await_line(&format!("guest: plugged {number}."))?;
         let counters = read(bench.dir(), "vm.counters")?;
-        expect(counters.get(&id).is_some(), || {
-            format!("vm.counters does not name {id}: {counters}")
+        let queue = format!("{id}/queue1");
+        expect(counters.get(&queue).is_some(), || {
+            format!("vm.counters has no {queue}: {counters}")
         })?;
         request(bench.dir(), "vm.remove-device", &json!({"id": id}))?;
         guest.await_line(&format!("guest: unplugged {number}."))?;

@@ -24,6 +24,7 @@ mod tests;
 pub use config::{FunctionConfig, STATE_DIR};
 pub use error::OptionError;
 pub use function::FunctionOptions;
+pub use nvme_lease::range::ByteSize;
 pub use option_help::config_help;
 pub use option_table::parse_memory_limit;
 pub use option_text::OptionText;

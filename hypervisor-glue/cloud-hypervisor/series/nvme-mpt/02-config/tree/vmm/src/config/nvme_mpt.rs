@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::result;
 
-use nvme_mpt_vmm::options::{FunctionConfig, OptionError, config_help};
+use nvme_mpt_vmm::options::{ByteSize, FunctionConfig, OptionError, config_help};
 use nvme_mpt_vmm::report;
 use option_parser::OptionParser;
 use serde::de::IgnoredAny;
@@ -128,6 +128,9 @@ impl TryFrom<NvmeMptKeys> for NvmeMptConfig {
     }
 }
 
+/// Options whose values are bytes, with a suffix on the command line.
+const SIZES: [&str; 5] = ["size", "unit", "mdts", "memory-limit", "lba"];
+
 fn message(error: &OptionError) -> String {
     report::chain(error).replace("\n  ", ": ")
 }
@@ -158,9 +161,15 @@ impl NvmeMptConfig {
             Ok(function)
         };
         let function = check().map_err(|e| Error::InvalidNvmeMpt(message(&e)))?;
-        let mut options: NvmeMptOptions = serde_json::to_value(&function)
-            .and_then(serde_json::from_value)
-            .map_err(|e| Error::InvalidNvmeMpt(e.to_string()))?;
+        let mut values = serde_json::to_value(&function).unwrap_or_default();
+        for key in SIZES {
+            let size = values.get(key).and_then(Value::as_str);
+            if let Some(size) = size.and_then(|size| size.parse::<ByteSize>().ok()) {
+                values[key] = size.0.into();
+            }
+        }
+        let mut options: NvmeMptOptions =
+            serde_json::from_value(values).map_err(|e| Error::InvalidNvmeMpt(e.to_string()))?;
         options.state_dir = parser.get("state_dir").map(PathBuf::from);
 
         Ok(NvmeMptConfig {

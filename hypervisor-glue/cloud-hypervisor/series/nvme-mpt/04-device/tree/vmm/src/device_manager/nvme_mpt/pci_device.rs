@@ -4,8 +4,8 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::result;
 use std::sync::{Arc, Barrier};
+use std::{mem, result};
 
 use anyhow::anyhow;
 use log::error;
@@ -163,7 +163,7 @@ impl PciDevice for NvmeMptPciDevice {
         _mmio32_allocator: &mut AddressAllocator,
         mmio64_allocator: &mut AddressAllocator,
     ) -> result::Result<(), PciDeviceError> {
-        for (index, address) in std::mem::take(&mut self.addresses) {
+        for (index, address) in mem::take(&mut self.addresses) {
             mmio64_allocator.free(GuestAddress(address), self.bar_sizes[&index]);
         }
         Ok(())

@@ -8,13 +8,12 @@
 //! interrupts, and the command register.
 
 use std::collections::BTreeMap;
-use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, Weak};
-use std::thread;
 use std::time::Duration;
+use std::{fmt, io, thread};
 
 use log::{error, warn};
 use thiserror::Error;
@@ -48,14 +47,14 @@ const CLASS_OFFSET: u64 = 0x8;
 const CLASS_MASK: u32 = 0xffff_ff00;
 
 #[derive(Error, Debug)]
-pub enum VfioUserReconnectError {
+enum ReconnectError {
     #[error("Failed to connect")]
     Connect(#[source] VfioUserError),
-    #[error("Server has another device: {0:x?}, not {1:x?}")]
+    #[error("Server has another device: {0}, not {1}")]
     Identity(DeviceIdentity, DeviceIdentity),
     #[error("Server has another region {0}: {1}, not {2}")]
     Region(u32, String, String),
-    #[error("Server has another IRQ {0}: {1:?}, not {2:?}")]
+    #[error("Server has another IRQ {0}: {1}, not {2}")]
     Irq(u32, IrqProperties, IrqProperties),
     #[error("Failed to DMA map")]
     DmaMap(#[source] VfioUserError),
@@ -71,9 +70,16 @@ pub enum VfioUserReconnectError {
 
 /// Vendor and device ID, and class code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceIdentity {
+struct DeviceIdentity {
     vendor_device: u32,
     class: u32,
+}
+
+impl fmt::Display for DeviceIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (device, vendor) = (self.vendor_device >> 16, self.vendor_device & 0xffff);
+        write!(f, "{vendor:04x}:{device:04x}, class {:06x}", self.class >> 8)
+    }
 }
 
 impl DeviceIdentity {
@@ -92,9 +98,15 @@ impl DeviceIdentity {
 
 /// Flags and number of interrupts of an IRQ index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct IrqProperties {
+struct IrqProperties {
     flags: u32,
     count: u32,
+}
+
+impl fmt::Display for IrqProperties {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} interrupts, flags {:#x}", self.count, self.flags)
+    }
 }
 
 impl From<IrqInfo> for IrqProperties {
@@ -150,7 +162,7 @@ struct State {
 
 /// Connection of a vfio-user device. Locks are taken in this order: the device,
 /// the DMA map, the client, the state.
-pub struct VfioUserConnection {
+pub(super) struct VfioUserConnection {
     id: String,
     client: Arc<Mutex<Client>>,
     identity: Option<DeviceIdentity>,
@@ -244,27 +256,27 @@ impl VfioUserConnection {
     }
 
     /// Checks that a new server has the same device.
-    fn check(&self, client: &mut Client) -> Result<(), VfioUserReconnectError> {
+    fn check(&self, client: &mut Client) -> Result<(), ReconnectError> {
         for index in 0..VFIO_PCI_NUM_REGIONS {
             let old = describe(self.client.lock().unwrap().region(index));
             let new = describe(client.region(index));
             if old != new {
-                return Err(VfioUserReconnectError::Region(index, new, old));
+                return Err(ReconnectError::Region(index, new, old));
             }
         }
         let irqs = self.state.lock().unwrap().irqs.clone();
         for (index, old) in irqs {
             let new = client.get_irq_info(index);
-            let new = new.map_err(VfioUserReconnectError::Request)?.into();
+            let new = new.map_err(ReconnectError::Request)?.into();
             if old != new {
-                return Err(VfioUserReconnectError::Irq(index, new, old));
+                return Err(ReconnectError::Irq(index, new, old));
             }
         }
         if let Some(old) = self.identity {
             let new =
-                DeviceIdentity::read(client).map_err(VfioUserReconnectError::Request)?;
+                DeviceIdentity::read(client).map_err(ReconnectError::Request)?;
             if old != new {
-                return Err(VfioUserReconnectError::Identity(new, old));
+                return Err(ReconnectError::Identity(new, old));
             }
         }
         Ok(())
@@ -272,14 +284,14 @@ impl VfioUserConnection {
 
     /// Replaces the client, and gives the new server what the old one had. The
     /// device must be locked, so that no request of the guest comes between.
-    fn restore(&self, mut client: Client, common: &VfioCommon) -> Result<(), VfioUserReconnectError> {
+    fn restore(&self, mut client: Client, common: &VfioCommon) -> Result<(), ReconnectError> {
         {
             let dma_map = self.dma_map.lock().unwrap();
             for (iova, range) in dma_map.iter() {
                 let fd = range.file.file().as_raw_fd();
                 client
                     .dma_map(range.file.start(), *iova, range.size, fd)
-                    .map_err(VfioUserReconnectError::DmaMap)?;
+                    .map_err(ReconnectError::DmaMap)?;
             }
             let mut old = self.client.lock().unwrap();
             let has_other_files =
@@ -293,7 +305,7 @@ impl VfioUserConnection {
         // The interrupts come first: a device may send one once it may access memory.
         common
             .restore_interrupts()
-            .map_err(VfioUserReconnectError::Interrupts)?;
+            .map_err(ReconnectError::Interrupts)?;
         let command = self.state.lock().unwrap().command;
         for (offset, byte) in (COMMAND_OFFSET..).zip(command) {
             if let Some(byte) = byte {
@@ -303,7 +315,7 @@ impl VfioUserConnection {
             }
         }
         if self.is_lost() {
-            return Err(VfioUserReconnectError::Lost);
+            return Err(ReconnectError::Lost);
         }
         Ok(())
     }
@@ -321,7 +333,7 @@ impl VfioUserConnection {
         &self,
         socket: &Path,
         is_removed: impl Fn() -> bool,
-        resume: impl Fn(Client) -> Result<(), VfioUserReconnectError>,
+        resume: impl Fn(Client) -> Result<(), ReconnectError>,
     ) {
         let (mut interval, mut last_error) = (MIN_RETRY_INTERVAL, String::new());
         loop {
@@ -330,31 +342,36 @@ impl VfioUserConnection {
                 return;
             }
             if !self.is_lost() {
-                self.probe();
-                continue;
-            }
-            let result = Client::new(socket)
-                .map_err(VfioUserReconnectError::Connect)
-                .and_then(|mut client| self.check(&mut client).map(|()| client))
-                .and_then(&resume);
-            let Err(e) = result else {
-                if !is_removed() {
-                    warn!("vfio-user server of device {} is back", self.id);
+                if self.probe() {
+                    interval = MIN_RETRY_INTERVAL;
                 }
-                (interval, last_error) = (MIN_RETRY_INTERVAL, String::new());
                 continue;
-            };
-            let error = format!("{:#}", anyhow::Error::from(e));
-            if error != last_error {
-                warn!(
-                    "vfio-user device {} cannot use the server at {}, trying again: {error}",
-                    self.id,
-                    socket.display()
-                );
-                last_error = error;
             }
             thread::sleep(interval);
             interval = MAX_RETRY_INTERVAL.min(interval * 2);
+            let result = Client::new(socket)
+                .map_err(ReconnectError::Connect)
+                .and_then(|mut client| self.check(&mut client).map(|()| client))
+                .and_then(&resume);
+            match result {
+                _ if is_removed() => return,
+                Ok(()) => {
+                    warn!("vfio-user server of device {} is back", self.id);
+                    last_error.clear();
+                }
+                Err(e) => {
+                    let error = format!("{:#}", anyhow::Error::from(e));
+                    // It is logged once, not at each attempt.
+                    if error != last_error {
+                        warn!(
+                            "vfio-user device {} cannot use a server at {}, trying again: {error}",
+                            self.id,
+                            socket.display()
+                        );
+                        last_error = error;
+                    }
+                }
+            }
         }
     }
 
@@ -536,7 +553,7 @@ impl VfioUserPciDevice {
         });
     }
 
-    fn resume(&mut self, client: Client) -> Result<(), VfioUserReconnectError> {
+    fn resume(&mut self, client: Client) -> Result<(), ReconnectError> {
         let connection = Arc::clone(&self.connection);
         let restored = connection
             .restore(client, &self.common)
@@ -545,13 +562,13 @@ impl VfioUserPciDevice {
     }
 
     /// Maps regions whose files are not those of the server before.
-    fn replace_mappings(&mut self) -> Result<(), VfioUserReconnectError> {
+    fn replace_mappings(&mut self) -> Result<(), ReconnectError> {
         if !self.connection.state.lock().unwrap().has_old_mappings {
             return Ok(());
         }
         self.unmap_mmio_regions();
         self.map_mmio_regions()
-            .map_err(VfioUserReconnectError::MapRegions)?;
+            .map_err(ReconnectError::MapRegions)?;
         self.connection.state.lock().unwrap().has_old_mappings = false;
         Ok(())
     }
@@ -588,6 +605,7 @@ where
 mod unit_tests {
     use std::fs::File;
     use std::panic::resume_unwind;
+    use std::path::PathBuf;
     use std::sync::mpsc::{Receiver, Sender, channel};
     use std::thread::JoinHandle;
 
@@ -844,7 +862,7 @@ mod unit_tests {
         (connection, common.unwrap())
     }
 
-    fn socket() -> (TempDir, std::path::PathBuf) {
+    fn socket() -> (TempDir, PathBuf) {
         let dir = TempDir::new_with_prefix("/tmp/ch-vfio-user-").unwrap();
         let socket = dir.as_path().join("socket");
         (dir, socket)
@@ -987,14 +1005,14 @@ mod unit_tests {
                 msix_vectors: 2,
                 ..device()
             },
-            "another IRQ 2",
+            "another IRQ 2: 2 interrupts",
         );
         refuse(
             TestDevice {
                 device_id: 0x1001,
                 ..device()
             },
-            "another device",
+            "another device: 1b36:1001, class 000000, not 1b36:1000",
         );
     }
 

@@ -20,17 +20,11 @@ use thiserror::Error;
 use vfio_bindings::bindings::vfio::*;
 use vfio_ioctls::VfioIrq;
 use vfio_user::{Client, Error as VfioUserError, IrqInfo, Region};
-use vm_device::dma_mapping::ExternalDmaMapping;
 use vm_memory::bitmap::AtomicBitmap;
-use vm_memory::{
-    Address, FileOffset, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion,
-    GuestRegionMmap,
-};
+use vm_memory::{Address, FileOffset, GuestMemoryRegion, GuestRegionMmap};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{
-    VfioUserClientWrapper, VfioUserDmaMapping, VfioUserPciDevice, VfioUserPciDeviceError,
-};
+use super::{VfioUserClientWrapper, VfioUserPciDevice, VfioUserPciDeviceError};
 use crate::VfioPciError;
 use crate::configuration::COMMAND_REG;
 use crate::vfio::{Vfio, VfioCommon, VfioError};
@@ -120,9 +114,9 @@ impl From<IrqInfo> for IrqProperties {
 
 /// Part of the DMA map, by its IOVA.
 #[derive(Clone, Debug)]
-struct DmaRange {
-    size: u64,
-    file: FileOffset,
+pub(super) struct DmaRange {
+    pub(super) size: u64,
+    pub(super) file: FileOffset,
 }
 
 /// Removes a part of a DMA map, which may be a part of a range.
@@ -222,7 +216,7 @@ impl VfioUserConnection {
     }
 
     /// Adds to the DMA map. `send` does so at the server.
-    fn map_dma<E>(
+    pub(super) fn map_dma<E>(
         &self,
         iova: u64,
         range: DmaRange,
@@ -235,7 +229,7 @@ impl VfioUserConnection {
     }
 
     /// Removes from the DMA map. `send` does so at the server.
-    fn unmap_dma<E>(
+    pub(super) fn unmap_dma<E>(
         &self,
         iova: u64,
         size: u64,
@@ -527,17 +521,6 @@ impl VfioUserPciDevice {
         })
     }
 
-    /// Returns a DMA mapping that a server gets when it is back.
-    pub fn reconnecting_dma_mapping<M: GuestAddressSpace>(
-        &self,
-        inner: Arc<VfioUserDmaMapping<M>>,
-    ) -> VfioUserReconnectingDmaMapping<M> {
-        VfioUserReconnectingDmaMapping {
-            inner,
-            connection: Arc::clone(&self.connection),
-        }
-    }
-
     /// Connects to the socket again each time that the server has gone, until
     /// the device is removed. This is for a thread of its own.
     pub fn keep_connected(device: &Weak<Mutex<Self>>, socket: &Path) {
@@ -571,33 +554,6 @@ impl VfioUserPciDevice {
             .map_err(ReconnectError::MapRegions)?;
         self.connection.state.lock().unwrap().has_old_mappings = false;
         Ok(())
-    }
-}
-
-/// DMA mapping of a device whose server may go and come back.
-pub struct VfioUserReconnectingDmaMapping<M: GuestAddressSpace> {
-    inner: Arc<VfioUserDmaMapping<M>>,
-    connection: Arc<VfioUserConnection>,
-}
-
-impl<M: GuestAddressSpace + Sync + Send> ExternalDmaMapping for VfioUserReconnectingDmaMapping<M>
-where
-    M::M: GuestMemoryBackend,
-{
-    fn map(&self, iova: u64, gpa: u64, size: u64) -> Result<(), io::Error> {
-        let memory = self.inner.memory.memory();
-        let missing = || io::Error::other(format!("No file has the memory at 0x{gpa:x}"));
-        let region = memory.find_region(GuestAddress(gpa)).ok_or_else(missing)?;
-        let file = region.file_offset().ok_or_else(missing)?;
-        let offset = file.start() + (gpa - region.start_addr().raw_value());
-        let file = FileOffset::from_arc(file.arc().clone(), offset);
-        self.connection
-            .map_dma(iova, DmaRange { size, file }, || self.inner.map(iova, gpa, size))
-    }
-
-    fn unmap(&self, iova: u64, size: u64) -> Result<(), io::Error> {
-        self.connection
-            .unmap_dma(iova, size, || self.inner.unmap(iova, size))
     }
 }
 

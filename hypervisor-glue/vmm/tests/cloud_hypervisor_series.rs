@@ -93,7 +93,7 @@ fn every_function_key_is_typed_and_described() {
             "{key} is not in the API's description"
         );
         assert!(
-            config.contains(&format!("            \"{key}\" => ")),
+            config.contains(&format!("    pub {}: ", key.replace('-', "_"))),
             "{key} is not a field of the configuration"
         );
     }

@@ -1,25 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! DMA mappings of vfio-user devices whose servers may go and come back.
+//! DMA mapping of a vfio-user device. The next server at its socket gets the same one.
 
 use std::io;
 use std::sync::Arc;
 
 use vm_device::dma_mapping::ExternalDmaMapping;
-use vm_memory::{
-    Address, FileOffset, GuestAddress, GuestAddressSpace, GuestMemory, GuestMemoryRegion,
-};
+use vm_memory::{Address, FileOffset, GuestAddress, GuestAddressSpace, GuestMemoryRegion};
 
 use super::connection::{DmaRange, VfioUserConnection};
-use super::{VfioUserDmaMapping, VfioUserPciDevice};
+use super::{GuestRegions, VfioUserDmaMapping, VfioUserPciDevice};
 
-/// DMA mapping of a device whose server may go and come back.
+/// DMA mapping that remembers what it has mapped, for the next server.
 pub struct VfioUserReconnectingDmaMapping<M: GuestAddressSpace> {
     inner: Arc<VfioUserDmaMapping<M>>,
     connection: Arc<VfioUserConnection>,
 }
 
-impl<M: GuestAddressSpace + Sync + Send> ExternalDmaMapping for VfioUserReconnectingDmaMapping<M> {
+impl<M: GuestAddressSpace + Sync + Send> ExternalDmaMapping for VfioUserReconnectingDmaMapping<M>
+where
+    M::M: GuestRegions,
+{
     fn map(&self, iova: u64, gpa: u64, size: u64) -> Result<(), io::Error> {
         let memory = self.inner.memory.memory();
         let missing = || io::Error::other(format!("No file has the memory at 0x{gpa:x}"));

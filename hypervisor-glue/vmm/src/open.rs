@@ -333,7 +333,7 @@ impl LeaseLedgers {
         }
         let lease = ledger
             .acquire_with_claim(self.claim, &request)
-            .map_err(|error| error.with_drive_path(request.drive.name, drive.path()))?;
+            .map_err(|error| drive.lease_error(error))?;
         match &self.ledger_writer {
             Some(writer) => writer.request_write(),
             None => ledger.record_holder()?,

@@ -24,6 +24,7 @@ pub use store::{StoreController, StoreLease};
 
 use nvme_guest::host::ControllerLimits;
 use nvme_guest::rate_limit::LeaseWeight;
+use nvme_lease::LeaseError;
 use nvme_lease::backing_id::DriveIdentityRef;
 use nvme_lease::label::DriveLabel;
 use nvme_lease::range::BlockRange;
@@ -118,6 +119,12 @@ impl Drive {
     #[must_use]
     pub fn identity(&self) -> DriveIdentityRef<'_> {
         self.controller.identity()
+    }
+
+    /// Returns an error of a lease on this drive with the drive's path in place of the name by which the ledger knows it.
+    #[must_use]
+    pub fn lease_error(&self, error: LeaseError) -> LeaseError {
+        error.with_drive_path(self.identity().name, &self.path)
     }
 
     /// Returns the label on the drive, and whether leases use the label as the drive's name.

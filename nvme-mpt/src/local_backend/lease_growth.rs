@@ -88,7 +88,9 @@ impl LocalBackend {
         if drive.controller().lease_unit_bytes().is_some() && bytes > lease.extents().length() {
             return Err(GrowError::FixedSize(lease.id().to_owned()));
         }
-        lease.grow(bytes)?;
+        lease
+            .grow(bytes)
+            .map_err(|error| drive.lease_error(error))?;
         for part in extents_after(&lease.blocks(), growth.granted_blocks) {
             if let Err(source) = host.add_part(part) {
                 // The extents are unused, except for those that the host controller has opened already.

@@ -309,7 +309,7 @@ fn a_grown_function_keeps_its_size_after_a_stop_and_after_a_crash() {
     assert!(
         message.contains("Cannot resize function a")
             && message.contains("no capacity for 58M more")
-            && message.contains("it has 54M free"),
+            && message.contains("/drive.img: it has 54M free"),
         "{message}"
     );
     drop(guest);

@@ -551,7 +551,7 @@ impl FunctionRegistry {
                 self.store_added_with(Some(&smaller.declared.text))?;
             }
             let truncated = lease.truncate(size.0).and_then(|_| lease.release());
-            truncated.map_err(|source| failed(source.into()))
+            truncated.map_err(|source| failed(drive.lease_error(source).into()))
         });
         if truncated.is_ok() {
             declaration = smaller;

@@ -128,7 +128,7 @@ impl TryFrom<NvmeMptKeys> for NvmeMptConfig {
     }
 }
 
-/// Options whose values are bytes, with a suffix on the command line.
+/// Options that take a number of bytes: "128K" on the command line, 131072 in JSON.
 const SIZES: [&str; 5] = ["size", "unit", "mdts", "memory-limit", "lba"];
 
 fn message(error: &OptionError) -> String {

@@ -75,7 +75,7 @@ pub(super) fn nvme_mpt_thread_rules() -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
-/// Rules for functions whose drives another process opens: no call that reaches a drive.
+/// Rules for functions on drives of a server. No call reaches a drive.
 pub(super) fn nvme_mpt_served_thread_rules() -> Result<Rules, BackendError> {
     rules_of(FunctionCalls::OF_SERVED)
 }

@@ -42,7 +42,8 @@ pub(super) fn run(context: &mut StepContext) -> Result<(), VerifyError> {
     patch.arg(&clone).args(["--branch", BRANCH]);
     context.run(&mut patch, CountedChecks::One)?;
 
-    let commits = process::run(git(&clone).args(["rev-list", "--reverse", "HEAD..nvme-mpt"]))?;
+    let commits = format!("HEAD..{BRANCH}");
+    let commits = process::run(git(&clone).args(["rev-list", "--reverse", &commits]))?;
     for commit in commits.lines() {
         process::run(git(&clone).args(["checkout", "--quiet", commit]))?;
         let arguments = [

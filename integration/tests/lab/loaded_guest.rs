@@ -109,6 +109,12 @@ impl LoadedGuest {
         Ok(url)
     }
 
+    /// Removes the files of [`Self::save`].
+    pub(crate) fn remove_snapshot(&self, bench: &CheckEnvironment) -> Result<(), Failure> {
+        let snapshot = bench.dir().join("snapshot");
+        fs::remove_dir_all(&snapshot).map_err(with_path(&snapshot))
+    }
+
     /// Empties the console log.
     pub(crate) fn forget(&self) -> Result<(), Failure> {
         fs::write(&self.console, "").map_err(with_path(&self.console))

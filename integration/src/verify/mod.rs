@@ -199,9 +199,16 @@ struct StepOutcome {
     name: &'static str,
     count: CheckCounts,
     time: Duration,
-    well: bool,
+    /// Description of the error that failed the step.
+    error: Option<String>,
     /// Checks of the step that were skipped.
     not_checked: Vec<String>,
+}
+
+impl StepOutcome {
+    fn succeeded(&self) -> bool {
+        self.error.is_none()
+    }
 }
 
 /// Tools that builds and tests need in addition to Rust.
@@ -356,52 +363,47 @@ fn run_step(step: &VerifyStep, options: &VerifyOptions, dir: &Path) -> StepOutco
     let _ = fs::remove_file(&context.log);
     let result = (step.run)(&mut context);
     let mut count = context.count;
-    let well = match result {
+    let error = match result {
         Ok(()) => {
             announced.done(format!("{}, {} passed", step.name, count.passed));
-            true
+            None
         }
         Err(error) => {
             drop(announced);
-            print_line(&crate::error_chain(&error));
+            let error = crate::error_chain(&error);
+            print_line(&error);
             // The step has failed without counting a failed check, so the step itself counts as one.
             count.failed = count.failed.max(1);
-            false
+            Some(error)
         }
     };
     StepOutcome {
         name: step.name,
         count,
         time: started.elapsed(),
-        well,
+        error,
         not_checked: context.not_checked,
     }
 }
 
-/// Prints the result of each step, and the sum on the last line. `time` is the total time. Returns whether all steps
-/// succeeded.
+/// Prints the result of each step, then the errors of failed steps again, since many lines may have followed them, and the
+/// sum on the last line. `time` is the total time. Returns whether all steps succeeded.
 fn summarize(outcomes: &[StepOutcome], time: Duration) -> bool {
     let mut sum = CheckCounts::default();
     print_line(&format!(
         "\n{:<10} {:<8} {:>7} {:>7} {:>7} {:>7} {:>14}",
         "step", "", "passed", "failed", "lost", "built", "time"
     ));
-    for StepOutcome {
-        name,
-        count,
-        time: of_step,
-        well,
-        not_checked: _,
-    } in outcomes
-    {
+    for outcome in outcomes {
+        let StepOutcome { name, count, .. } = outcome;
         print_line(&format!(
             "{name:<10} {:<8} {:>7} {:>7} {:>7} {:>7} {:>14}",
-            if *well { "ok" } else { "FAILED" },
+            if outcome.succeeded() { "ok" } else { "FAILED" },
             count.passed,
             count.failed,
             count.lost,
             count.built,
-            seconds(*of_step),
+            seconds(outcome.time),
         ));
         sum.add(*count);
     }
@@ -421,8 +423,13 @@ fn summarize(outcomes: &[StepOutcome], time: Duration) -> bool {
     for what in outcomes.iter().flat_map(|outcome| &outcome.not_checked) {
         print_line(&format!("NOT CHECKED: {what}"));
     }
+    for StepOutcome { name, error, .. } in outcomes {
+        if let Some(error) = error {
+            print_line(&format!("\nFAILED: {name}: {error}"));
+        }
+    }
     print_line(&format!("\n{} passed, {} failed", sum.passed, sum.failed));
-    !outcomes.is_empty() && outcomes.iter().all(|outcome| outcome.well)
+    !outcomes.is_empty() && outcomes.iter().all(StepOutcome::succeeded)
 }
 
 #[cfg(test)]
@@ -430,6 +437,7 @@ mod tests {
     use std::sync::{Condvar, Mutex};
 
     use super::*;
+    use crate::progress::capture_lines;
 
     /// Number of steps that wait for each other in [`meet`].
     static CAME: Mutex<u32> = Mutex::new(0);
@@ -529,7 +537,7 @@ mod tests {
             let outcomes = run_steps(&steps, &options, dir.path(), processors);
             let ends = outcomes
                 .into_iter()
-                .map(|outcome| (outcome.name, outcome.well));
+                .map(|outcome| (outcome.name, outcome.succeeded()));
             ends.collect::<Vec<_>>()
         };
         let steps = [
@@ -541,5 +549,23 @@ mod tests {
         assert_eq!(ends(&steps, 2), expected);
         let alone = [step("apart", true, pass), step("last", false, fail)];
         assert_eq!(ends(&alone, 1), [("apart", true), ("last", false)]);
+    }
+
+    #[test]
+    fn errors_of_failed_steps_are_repeated_behind_the_table() {
+        let options = VerifyOptions::try_parse_from(["verify"]).expect("options");
+        let dir = tempfile::tempdir().expect("a folder");
+        let steps = [step("well", false, pass), step("wrong", false, fail)];
+        let steps: Vec<&VerifyStep> = steps.iter().collect();
+        let outcomes = run_steps(&steps, &options, dir.path(), 1);
+        let (succeeded, lines) = capture_lines(|| summarize(&outcomes, Duration::ZERO));
+        assert!(!succeeded);
+        let (table, errors) = lines.split_once("lost:").expect("the end of the table");
+        assert!(table.contains("FAILED"), "{lines}");
+        assert!(
+            errors.contains("FAILED: wrong: There is no step 'none'"),
+            "{lines}"
+        );
+        assert!(!errors.contains("well"), "{lines}");
     }
 }

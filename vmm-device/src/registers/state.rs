@@ -123,6 +123,11 @@ impl RegistersState {
         Cc(self.cc).en()
     }
 
+    /// Returns whether the controller is enabled and ready, so that it can have queues.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.is_enabled() && Csts(self.csts).rdy()
+    }
+
     /// Returns whether the guest has disabled the controller, and the reset is not complete.
     pub(crate) fn is_being_disabled(&self) -> bool {
         !self.is_enabled() && Csts(self.csts).rdy()

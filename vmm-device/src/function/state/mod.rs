@@ -134,15 +134,18 @@ impl NvmeFunction {
     /// Saves the state of a paused function.
     ///
     /// # Errors
-    /// [`BackendStateError::NotPaused`]; [`BackendStateError::Unreachable`] while a transition waits for the back end or its
-    /// storage.
+    /// [`BackendStateError::NotPaused`]; [`BackendStateError::Unreachable`] while the back end's process is away, or while a
+    /// transition has yet to end queues.
     pub fn save(&self) -> Result<FunctionState, BackendStateError> {
-        if self.pending_transition.is_some() {
-            let text = "the guest enables its controller or shuts it down, which waits for the drive: save it again later";
+        let queues = self.backend.save()?;
+        // The registers show a transition that is not complete, so the restored function continues it. But it would not end
+        // queues of the controller's previous state.
+        if self.pending_transition.is_some() && !queues.queues.is_empty() {
+            let text = "the guest disables its controller or shuts it down, which waits for the drive: save it again later";
             let source = io::Error::new(io::ErrorKind::NotConnected, text);
             return Err(BackendStateError::Unreachable { source });
         }
-        let queues = IoQueuesState::Paused(self.backend.save()?);
+        let queues = IoQueuesState::Paused(queues);
         let mut state = self.saved_parts().to_state(self.admin.save(), queues);
         // A restored function that was not resumed yet still has to raise these vectors.
         let pending = &mut state.msix.pending;
@@ -298,8 +301,8 @@ impl NvmeFunction {
         let vectors = self.msix.vectors().len();
         self.admin.check(&state.admin, vectors, &facts)?;
         let queues = queues + usize::from(state.admin.rings.is_some());
-        if queues > 0 && !state.registers.is_enabled() {
-            let valid = "0, as the controller is disabled";
+        if queues > 0 && !state.registers.is_ready() {
+            let valid = "0, as the controller is not enabled and ready";
             return Err(BackendStateError::invalid("queues", queues, valid).into());
         }
         Ok(facts)

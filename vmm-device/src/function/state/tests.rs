@@ -4,11 +4,13 @@ use std::{
     fs::File,
     os::fd::{AsFd, OwnedFd},
     sync::{Arc, Mutex},
+    time::Duration,
 };
 
 use nvme_guest::{DoorbellMode, LeasedNamespace, PersistedBackendFiles};
 use nvme_lease::Ledger;
 use nvme_mpt::{Drive, SharedBackendPartsSource};
+use nvme_mpt_memory::deadline::WaitClock;
 use nvme_spec::{ids::QueueId, registers::Doorbell, sqe::Sqe, status::Status};
 
 use serde_json::Value;
@@ -471,7 +473,35 @@ fn states_with_other_versions_limits_or_invalid_values_are_refused() {
     other.registers.cc = 0;
     other.registers.csts = 0;
     assert!(matches!(refused(&other), FunctionStateError::State(_)));
+    let mut other = state.clone();
+    other.registers.csts = 0;
+    let error = refused(&other).to_string();
+    assert!(error.contains("not enabled and ready"), "{error}");
     function.restore_running(&state).unwrap();
+}
+
+/// A guest that enables its controller all the time must not keep its VM from being saved.
+#[test]
+fn an_enabling_that_waits_is_saved_and_continues_after_the_restore() {
+    let mut guest = TestGuest::new(DoorbellMode::Trap);
+    let clock = Arc::new(fixtures::FixtureClock::default());
+    guest.function.clock = clock.clone();
+    guest.enable();
+    guest.write_register(0x14, 0);
+    guest
+        .function
+        .memory_checks
+        .record_check(Duration::ZERO, Duration::from_secs(1));
+    guest.write_register(0x14, 0x0046_0001);
+    assert_eq!(guest.csts(), 0);
+    guest.function.pause().unwrap();
+    let state = serialize_and_parse(&guest.function.save().unwrap());
+    guest.function.restore(&state).unwrap();
+    guest.function.resume();
+    assert_eq!(guest.csts(), 0);
+    clock.sleep(Duration::from_secs(3));
+    guest.function.process_events();
+    assert_eq!(guest.csts(), 1);
 }
 
 /// A VMM's function has no in-flight tracking of the process that stored the state, and would lose the commands in flight.

@@ -86,6 +86,15 @@ impl SupervisedServer {
         fs::read_to_string(&self.log).unwrap()
     }
 
+    /// Waits until the log contains `text`. A server may answer a command before it has logged the state that it reports.
+    pub(crate) fn await_log(&self, text: &str) {
+        let began = Instant::now();
+        while !self.log().contains(text) {
+            assert!(began.elapsed() < TIMEOUT, "no '{text}' in {}", self.log());
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
     /// Returns the periods in which a function had no server, from the servers' log.
     pub(crate) fn pauses_in_log(&self, socket: &str) -> Vec<Pause> {
         let named = format!("/{socket} continues: it had no server for ");

@@ -68,7 +68,7 @@ fn the_end_of_a_supervisor_is_reported_and_another_supervisor_can_adopt_the_serv
     await_output(&bench, "list", &[], SUPERVISOR_ENDED);
     await_output(&bench, "stats", &[], SUPERVISOR_ENDED);
     await_output(&bench, "stats", &["--json"], r#""supervisor":"ended""#);
-    assert!(first.log().contains(SUPERVISOR_ENDED), "{}", first.log());
+    first.await_log(SUPERVISOR_ENDED);
     // Without a supervisor, VMs still work with the server. Only a successor could not be started.
     guests.push(run("b.sock"));
     let added = "socket=c.sock,path=drive.img,range=16M+16M,id=c";

@@ -16,15 +16,24 @@ use std::path::Path;
 use std::sync::Arc;
 
 use nvme_mpt_vmm::options::FunctionConfig;
-use nvme_mpt_vmm::{Gpa, GroupVectors, Mapping, Vmm, VmmError, VmmVectors, poller_pool};
+use nvme_mpt_vmm::{EventFd, Gpa, GroupVectors, Mapping, Vmm, VmmError, VmmVectors, poller_pool};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use vmm_sys_util::eventfd::EventFd;
 
 use guest::{DATA, Guest};
 
 /// Services of a VMM for its functions. A real VMM asks its hypervisor.
 #[derive(Debug)]
-pub(crate) struct NoHypervisor;
+pub(crate) struct NoHypervisor {
+    /// Eventfd of all vectors. A hypervisor ties one to each (irqfd).
+    interrupt: EventFd,
+}
+
+impl NoHypervisor {
+    pub(crate) fn new() -> io::Result<Self> {
+        let interrupt = EventFd::new(libc::EFD_NONBLOCK)?;
+        Ok(Self { interrupt })
+    }
+}
 
 impl Vmm for NoHypervisor {
     fn map(&self, _: Gpa, _: &Arc<Mapping>) -> Result<(), VmmError> {
@@ -44,10 +53,9 @@ impl Vmm for NoHypervisor {
     }
 
     fn vectors(&self, count: u16) -> Result<Box<dyn VmmVectors>, VmmError> {
-        let eventfds = (0..count).map(|_| EventFd::new(libc::EFD_NONBLOCK));
-        let eventfds = eventfds.collect::<io::Result<Vec<_>>>();
-        let eventfds = eventfds.map_err(|error| VmmError::new("make eventfds", error))?;
-        let notifier = move |vector| eventfds.get(usize::from(vector))?.try_clone().ok();
+        let interrupt = self.interrupt.try_clone();
+        let interrupt = interrupt.map_err(|error| VmmError::new("copy an eventfd", error))?;
+        let notifier = move |_| interrupt.try_clone().ok();
         Ok(Box::new(GroupVectors::new(count, notifier, |_, _| Ok(()))))
     }
 }
@@ -59,18 +67,16 @@ pub(crate) fn read_first_block(
     drive: &str,
     state: &Path,
 ) -> Result<(String, Vec<u8>), Box<dyn Error>> {
-    let vmm: Arc<dyn Vmm> = Arc::new(NoHypervisor);
+    let vmm = Arc::new(NoHypervisor::new()?);
     let pollers = poller_pool(vmm.clone());
-    let config = FunctionConfig::from_keys(|key| match key {
-        "path" => Some(drive.to_owned()),
-        "state_dir" => Some(state.display().to_string()),
-        _ => None,
-    })?;
-    let function = nvme_mpt_vmm::start(&config, "nvme0", vmm, &pollers)?;
+    let state = state.display().to_string();
+    let config = FunctionConfig::from_pairs([("path", drive), ("state_dir", &state[..])])?;
+    let function = nvme_mpt_vmm::start(&config, "nvme0", vmm.clone(), &pollers)?;
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 16 << 20)])?;
     function.set_guest_memory(&memory)?;
 
     let mut guest = Guest::boot(Arc::new(function), memory)?;
+    guest.enable_msix(vmm.interrupt.try_clone()?)?;
     guest.execute(0, [0x06, 0, DATA, 1, 0, 0])?; // Identify Controller
     let mut model = [0; 40];
     guest

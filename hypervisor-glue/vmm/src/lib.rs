@@ -19,6 +19,7 @@
 //! 7. **Pause, snapshot, migration**: [`FunctionDevice::pause`], [`save`](FunctionDevice::save),
 //!    [`restore`](FunctionDevice::restore), [`resume`](FunctionDevice::resume), and
 //!    [`start_dirty_log`](FunctionDevice::start_dirty_log).
+//! 8. **Removal**: [`FunctionDevice::stop`] ends the function's threads, and gives back its lease, mappings and vectors.
 //!
 //! `examples/minimal.rs` is a whole VMM without a hypervisor, whose driver reads a block. `integration/src/vmm/` boots Linux on KVM.
 //!
@@ -31,8 +32,7 @@
 //! use std::sync::Arc;
 //!
 //! use nvme_mpt_vmm::options::FunctionConfig;
-//! use nvme_mpt_vmm::{Bar, Gpa, GroupVectors, Mapping, Vmm, VmmError, VmmVectors};
-//! use vmm_sys_util::eventfd::EventFd;
+//! use nvme_mpt_vmm::{Bar, EventFd, Gpa, GroupVectors, Mapping, Vmm, VmmError, VmmVectors};
 //!
 //! #[derive(Debug)]
 //! struct Hypervisor;
@@ -66,8 +66,7 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let vmm: Arc<dyn Vmm> = Arc::new(Hypervisor);
 //! let pollers = nvme_mpt_vmm::poller_pool(vmm.clone());
-//! let value = |key: &str| (key == "path").then(|| "memory:64M".to_owned());
-//! let config = FunctionConfig::from_keys(value)?;
+//! let config = FunctionConfig::from_pairs([("path", "memory:64M")])?;
 //! let function = nvme_mpt_vmm::start(&config, "nvme0", vmm, &pollers)?;
 //! # #[cfg(feature = "vm-memory")]
 //! # {
@@ -163,3 +162,4 @@ pub use nvme_mpt_memory::{Mapping, MappingAccess};
 pub use start::{StartError, start, start_in_loop};
 pub use vmm::{IntxPin, Vmm, VmmError, VmmVectors, poller_pool};
 pub use vmm_device::{Bar, BarMove, FunctionState, MsixMessage};
+pub use vmm_sys_util::eventfd::EventFd;

@@ -31,7 +31,8 @@ pub enum StartError {
 const TAKE_BACK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Starts the function that `config` describes, and puts it into `vmm` as device `id`. The function accesses no guest memory
-/// until [`FunctionDevice::map_memory`] or [`FunctionDevice::map_vmm_memory`] adds memory.
+/// until `set_guest_memory`, [`FunctionDevice::map_memory`], [`FunctionDevice::map_vmm_memory`] or
+/// [`FunctionDevice::map_anonymous_memory`] adds memory.
 ///
 /// # Errors
 /// See [`StartError`].

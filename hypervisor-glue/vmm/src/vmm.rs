@@ -64,7 +64,8 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     /// The hypervisor cannot stop watching the address.
     fn unregister_ioeventfd(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
 
-    /// Allocates `count` interrupt vectors for a function. The vectors have no MSI message yet.
+    /// Allocates `count` interrupt vectors for a function, with numbers from 0 as in its MSI-X table. The vectors have no MSI
+    /// message yet.
     ///
     /// # Errors
     /// The hypervisor has not enough vectors left.
@@ -101,7 +102,8 @@ pub trait Vmm: fmt::Debug + Send + Sync {
 
 /// Interrupt vectors of one function. Dropping this frees the vectors.
 pub trait VmmVectors: fmt::Debug + Send {
-    /// Returns the eventfd that raises `vector` when it is signalled.
+    /// Returns the eventfd that raises `vector` when it is signalled. Pollers signal it, so make it
+    /// with `EFD_NONBLOCK`.
     ///
     /// # Errors
     /// There is no such vector, or there are no file descriptors left.

@@ -22,7 +22,7 @@ use minimal::guest::Guest;
 
 #[test]
 fn one_event_loop_serves_functions_until_they_are_stopped() {
-    let vmm: Arc<dyn Vmm> = Arc::new(NoHypervisor);
+    let vmm: Arc<dyn Vmm> = Arc::new(NoHypervisor::new().unwrap());
     let pollers = poller_pool(vmm.clone());
     let config = FunctionConfig::from_keys(|key| (key == "path").then(|| "memory:1M".to_owned()));
     let config = config.unwrap();

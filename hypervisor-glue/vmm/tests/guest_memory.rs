@@ -37,7 +37,7 @@ fn the_minimal_vmm_reads_what_is_on_the_drive() {
 }
 
 fn function() -> FunctionDevice {
-    let vmm: Arc<dyn Vmm> = Arc::new(NoHypervisor);
+    let vmm: Arc<dyn Vmm> = Arc::new(NoHypervisor::new().unwrap());
     let pollers = poller_pool(vmm.clone());
     let config = FunctionConfig::from_keys(|key| (key == "path").then(|| "memory:1M".to_owned()));
     nvme_mpt_vmm::start(&config.unwrap(), "nvme0", vmm, &pollers).unwrap()

@@ -77,27 +77,27 @@ fn scenarios(dir: &str) -> Vec<String> {
 
 /// A VMM without a hypervisor that confines each thread.
 #[derive(Debug)]
-struct JailedVmm(Requirements);
+struct JailedVmm(Requirements, NoHypervisor);
 
 impl Vmm for JailedVmm {
     fn map(&self, gpa: Gpa, memory: &Arc<Mapping>) -> Result<(), VmmError> {
-        NoHypervisor.map(gpa, memory)
+        self.1.map(gpa, memory)
     }
 
     fn unmap(&self, gpa: Gpa) -> Result<(), VmmError> {
-        NoHypervisor.unmap(gpa)
+        self.1.unmap(gpa)
     }
 
     fn register_ioeventfd(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
-        NoHypervisor.register_ioeventfd(address, eventfd)
+        self.1.register_ioeventfd(address, eventfd)
     }
 
     fn unregister_ioeventfd(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
-        NoHypervisor.unregister_ioeventfd(address, eventfd)
+        self.1.unregister_ioeventfd(address, eventfd)
     }
 
     fn vectors(&self, count: u16) -> Result<Box<dyn VmmVectors>, VmmError> {
-        NoHypervisor.vectors(count)
+        self.1.vectors(count)
     }
 
     fn spawn(&self, name: &str, work: ThreadWork) -> io::Result<JoinHandle<()>> {
@@ -290,7 +290,7 @@ fn manage(
     (is_blocks, is_served): (bool, bool),
     counted: &Barrier,
 ) {
-    let vmm: Arc<dyn Vmm> = Arc::new(JailedVmm(jail.clone()));
+    let vmm: Arc<dyn Vmm> = Arc::new(JailedVmm(jail.clone(), NoHypervisor::new().unwrap()));
     let pollers = poller_pool(vmm.clone());
     let function = nvme_mpt_vmm::start(config, "nvme0", vmm, &pollers).unwrap();
     let function = Arc::new(function);

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nvme_mpt_vmm::{Bar, FunctionDevice};
+use nvme_mpt_vmm::{Bar, EventFd, FunctionDevice};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 /// Guest addresses of the queues, submission and completion: admin, then I/O.
@@ -26,6 +26,8 @@ pub(crate) struct Guest {
     pub(crate) memory: GuestMemoryMmap,
     /// Tail of each submission queue, and number of entries taken from each completion queue: admin, then I/O.
     places: [(u16, u16); 2],
+    /// Eventfd of vector 0, which both queues use, after [`Self::enable_msix`].
+    interrupt: Option<EventFd>,
 }
 
 impl Guest {
@@ -39,6 +41,7 @@ impl Guest {
             function,
             memory,
             places,
+            interrupt: None,
         };
         // A VMM routes accesses at these addresses to `read_bar` and `write_bar`.
         drop(guest.function.set_bar_address(Bar::Registers, BAR0));
@@ -55,13 +58,41 @@ impl Guest {
             }
             thread::sleep(Duration::from_millis(1));
         }
-        // Create I/O Completion Queue, then Create I/O Submission Queue.
+        // Create I/O Completion Queue with interrupts of vector 0, then Create I/O Submission Queue.
         let (sq, cq) = QUEUES[1];
-        for (opcode, address, dword11) in [(5, cq, 1), (1, sq, 1 << 16 | 1)] {
+        for (opcode, address, dword11) in [(5, cq, 0b11), (1, sq, 1 << 16 | 1)] {
             let size = last << 16 | 1;
             guest.execute(0, [opcode, 0, address, size, dword11, 0])?;
         }
         Ok(guest)
+    }
+
+    /// Enables MSI-X with vector 0 (PCI Express Base 4.0, section 7.7.2). From then on, [`Self::execute`] waits for `interrupt`.
+    pub(crate) fn enable_msix(&mut self, interrupt: EventFd) -> Result<(), Box<dyn Error>> {
+        let mut capability = self.config(0x34) as u8;
+        while self.config(capability) as u8 != 0x11 {
+            capability = (self.config(capability) >> 8) as u8;
+            if capability == 0 {
+                return Err("The function has no MSI-X".into());
+            }
+        }
+        let table = self.config(capability + 4);
+        let bar = Bar::ALL
+            .iter()
+            .find(|bar| u32::from(bar.index()) == table & 0b111);
+        let bar = *bar.ok_or("The MSI-X table is in an unknown BAR")?;
+        // The message's address and data, and no mask. A hypervisor routes the message to a vCPU.
+        for (offset, dword) in (0..).step_by(4).zip([0xFEE0_0000_u32, 0, 0x40, 0]) {
+            let offset = u64::from(table & !0b111) + offset;
+            self.function.write_bar(bar, offset, &dword.to_le_bytes());
+        }
+        let control = (self.config(capability) >> 16) as u16 | 1 << 15;
+        let moved = self
+            .function
+            .write_config(u64::from(capability) + 2, &control.to_le_bytes());
+        drop(moved);
+        self.interrupt = Some(interrupt);
+        Ok(())
     }
 
     /// Executes a command on the admin queue (0) or the I/O queue (1): opcode, namespace, address of the data, and dwords 10 to 12.
@@ -89,8 +120,9 @@ impl Guest {
         let phase = u16::from((taken / ENTRIES).is_multiple_of(2));
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
+            let is_raised = self.interrupt.as_ref().is_none_or(|it| it.read().is_ok());
             let status: u16 = self.memory.load(status, Ordering::Acquire)?;
-            if status & 1 == phase {
+            if is_raised && status & 1 == phase {
                 self.write(doorbell + stride, ((taken + 1) % ENTRIES).into());
                 return match status >> 1 {
                     0 => Ok(()),
@@ -102,6 +134,13 @@ impl Guest {
             }
             thread::sleep(Duration::from_micros(50));
         }
+    }
+
+    /// Reads a dword of configuration space.
+    fn config(&self, offset: u8) -> u32 {
+        let mut value = [0; 4];
+        self.function.read_config(offset.into(), &mut value);
+        u32::from_le_bytes(value)
     }
 
     fn read(&self, register: u64) -> u32 {

@@ -106,7 +106,8 @@ impl fmt::Debug for FunctionDevice {
 
 impl FunctionDevice {
     /// Puts `function` into `vmm`. The function must use [`MsixMasking::Function`](vmm_device::MsixMasking). The function
-    /// accesses no guest memory until [`Self::map_memory`] or [`Self::map_vmm_memory`] adds memory.
+    /// accesses no guest memory until `set_guest_memory`, [`Self::map_memory`], [`Self::map_vmm_memory`] or
+    /// [`Self::map_anonymous_memory`] adds memory.
     ///
     /// # Errors
     /// All variants of [`DeviceError`] that do not concern guest memory or the end of a function.

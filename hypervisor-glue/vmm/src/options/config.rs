@@ -77,8 +77,23 @@ impl FunctionConfig {
     /// All keys of the configuration.
     pub const KEYS: &[&str] = &config_keys();
 
-    /// Builds a configuration from the keys and values of options. `get` returns the value of a key, or `None` if the option is
-    /// not given.
+    /// Builds a configuration from options with the [keys](Self::KEYS) and values of option strings.
+    ///
+    /// # Errors
+    /// As [`Self::from_keys`], [`OptionError::Unknown`] and [`OptionError::Duplicate`].
+    pub fn from_pairs<K: Into<String>, V: Into<String>>(
+        pairs: impl IntoIterator<Item = (K, V)>,
+    ) -> Result<Self, OptionError> {
+        let pairs = pairs
+            .into_iter()
+            .map(|(key, value)| (key.into(), value.into()));
+        let text = OptionText::from_pairs(pairs)?;
+        text.reject_unknown(Self::KEYS.iter().copied())?;
+        Self::from_keys(|key| text.get(key).map(str::to_owned))
+    }
+
+    /// Builds a configuration from a VMM's own options. `get` returns the value of a [key](Self::KEYS), or `None` if the option is
+    /// not given. If users write the keys, [`Self::from_pairs`] also refuses unknown ones.
     ///
     /// # Errors
     /// [`OptionError::Missing`] without a path, [`OptionError::EmptyValue`], and [`OptionError::Value`] for an invalid number.
@@ -271,8 +286,7 @@ mod tests {
     use super::*;
 
     fn config(pairs: &[(&str, &str)]) -> Result<FunctionConfig, OptionError> {
-        let value = |key: &str| pairs.iter().find(|(known, _)| *known == key);
-        FunctionConfig::from_keys(|key| value(key).map(|(_, value)| (*value).to_owned()))
+        FunctionConfig::from_pairs(pairs.iter().copied())
     }
 
     #[test]

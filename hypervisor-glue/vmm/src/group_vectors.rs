@@ -94,11 +94,7 @@ where
     }
 
     fn set_message(&self, vector: u16, message: MsixMessage) -> Result<(), VmmError> {
-        let unmasked = MsixMessage {
-            masked: false,
-            ..message
-        };
-        (self.update)(vector, unmasked)
+        (self.update)(vector, message)
             .map_err(|error| VmmError::new(format!("route interrupt vector {vector}"), error))
     }
 }
@@ -153,7 +149,7 @@ mod tests {
         let message = MsixMessage {
             address: 0xFEE0_0000,
             data: 0x31,
-            masked: true,
+            masked: false,
         };
         vectors.set_message(0, message).unwrap();
         let error = vectors.set_message(1, message).unwrap_err();

@@ -161,5 +161,5 @@ pub use nvme_mpt_memory::processors::ThreadId;
 pub use nvme_mpt_memory::{Mapping, MappingAccess};
 pub use start::{StartError, start, start_in_loop};
 pub use vmm::{IntxPin, Vmm, VmmError, VmmVectors, poller_pool};
-pub use vmm_device::{Bar, BarMove, FunctionState, MsixMessage};
+pub use vmm_device::{Bar, BarMove, FunctionState, FunctionStateError, MsixMessage};
 pub use vmm_sys_util::eventfd::EventFd;

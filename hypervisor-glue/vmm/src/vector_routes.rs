@@ -159,6 +159,12 @@ impl VectorRoutes {
             return;
         };
         let wanted = Some((message.address, message.data));
+        // A driver unmasks the vector after it has written the message, and the VMM is not told of that: the function itself
+        // holds masked vectors back.
+        let message = MsixMessage {
+            masked: false,
+            ..message
+        };
         let moved = match *route == wanted {
             true => Ok(()),
             false => self.vectors.set_message(vector, message),

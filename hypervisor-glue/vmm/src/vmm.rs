@@ -36,7 +36,8 @@ impl VmmError {
     }
 }
 
-/// Services that a function needs from its VMM. All methods may be called by any thread.
+/// Services that a function needs from its VMM. All methods may be called by any thread, also during a call of a method of
+/// [`FunctionDevice`](crate::FunctionDevice). So a VMM must not call these while it holds a lock that it takes here.
 pub trait Vmm: fmt::Debug + Send + Sync {
     /// Maps `memory` at `gpa` into the guest. From then on, the guest's accesses there do not trap.
     ///
@@ -109,8 +110,8 @@ pub trait VmmVectors: fmt::Debug + Send {
     /// There is no such vector, or there are no file descriptors left.
     fn eventfd(&self, vector: u16) -> io::Result<EventFd>;
 
-    /// Sets the message (address and data) that `vector` writes when it is raised. The VMM need not mask the vector, since the
-    /// function does not raise masked vectors.
+    /// Sets the message (address and data) that `vector` writes when it is raised. The function does not raise masked vectors, so
+    /// `message.masked` is always false here.
     ///
     /// # Errors
     /// There is no such vector, or the hypervisor rejects the message.

@@ -1,7 +1,4 @@
 //! Pause, snapshot and restore of a function in a VMM's process.
-//!
-//! A VMM pauses its vCPUs, then its functions, and saves the guest's memory and each function's state. To restore, the VMM
-//! starts a new function, maps the guest's memory, restores the function, and resumes the function before the vCPUs.
 
 use nvme_guest::{DirtyRange, DmaError};
 use vmm_device::{BarMove, FunctionState};
@@ -11,6 +8,9 @@ use super::{DeviceError, DeviceSlot, FunctionDevice, WiredFunction};
 impl FunctionDevice {
     /// Stops fetching commands and waits for in-flight commands. When this returns, the function does not access the guest's
     /// memory until [`Self::resume`].
+    ///
+    /// A VMM pauses its vCPUs, then its functions, and [saves](Self::save) the guest's memory and each function. To restore, it
+    /// starts a new function, maps the guest's memory, [restores](Self::restore) and resumes the function, and then its vCPUs.
     ///
     /// # Errors
     /// [`DeviceError::Pause`] if in-flight commands did not complete in time. The function then continues to run.

@@ -42,7 +42,7 @@ pub trait KvmResources: fmt::Debug + Send + Sync {
     fn free_gsis(&self, gsis: &[u32]) -> io::Result<()>;
 
     /// Routes a GSI to an MSI message in place of its earlier message. The function masks its vectors itself, so
-    /// [`MsixMessage::masked`] has no meaning here.
+    /// [`MsixMessage::masked`] is always false here.
     ///
     /// # Errors
     /// Returns the kernel's error.

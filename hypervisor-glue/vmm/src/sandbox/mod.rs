@@ -116,8 +116,8 @@ pub fn required_files(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, O
 }
 
 /// Returns the requirements of a function on the jail of its VMM: files, system calls, descriptors and capabilities. Like
-/// [`required_files`], this leaves the drive to servers if a server has it, and needs the ledger's directory (`state_dir`) to exist
-/// if not.
+/// [`required_files`], this leaves the drive to servers if a server has it. The files are not checked: create the ledger's
+/// directory (`state_dir`) before, which [`start`](crate::start) would otherwise create.
 ///
 /// # Errors
 /// As [`required_files`].

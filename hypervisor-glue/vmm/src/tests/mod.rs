@@ -167,7 +167,12 @@ impl VmmVectors for FakeVectors {
     }
 
     fn set_message(&self, vector: u16, message: MsixMessage) -> Result<(), VmmError> {
-        let MsixMessage { address, data, .. } = message;
+        let MsixMessage {
+            address,
+            data,
+            masked,
+        } = message;
+        assert!(!masked, "the function itself holds masked vectors back");
         if self.0.vectors.lock().unwrap()[usize::from(vector)]
             .read()
             .is_ok()

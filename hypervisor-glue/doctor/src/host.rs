@@ -167,6 +167,9 @@ impl DoctorHost {
     fn vfio_type1(&self) -> DoctorCheck {
         const NAME: &str = "host.vfio_iommu_type1";
         if !self.root.sys.join("module/vfio_iommu_type1").exists() {
+            if self.root.dev.join("iommu").exists() {
+                return DoctorCheck::ok(NAME, "not loaded; iommufd does its work");
+            }
             return DoctorCheck::new(NAME, self.unmet_outcome(), "the module is not loaded")
                 .with_remedy("modprobe vfio_iommu_type1");
         }
@@ -182,7 +185,11 @@ impl DoctorHost {
 
     fn vfio_device(&self) -> DoctorCheck {
         const NAME: &str = "host.vfio_device";
-        let path = self.root.dev.join("vfio/vfio");
+        let (container, iommufd) = (self.root.dev.join("vfio/vfio"), self.root.dev.join("iommu"));
+        let path = match !container.exists() && iommufd.exists() {
+            true => iommufd,
+            false => container,
+        };
         self.check_access(
             NAME,
             &path,

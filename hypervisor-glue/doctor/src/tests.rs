@@ -332,6 +332,11 @@ fn each_obstacle_of_a_host_has_its_remedy() {
         "not loaded",
         "modprobe vfio_iommu_type1",
     );
+    dir.write("dev/iommu", b"");
+    let (ok, none) = (CheckOutcome::Ok, "");
+    dir.expect("host.vfio_device", ok, "dev/iommu can be read", none);
+    dir.expect("host.vfio_iommu_type1", ok, "iommufd does its work", none);
+    dir.remove("dev/iommu");
     dir.remove("sys/bus/pci/drivers/vfio-pci");
     dir.expect("host.vfio_pci", Problem, "not loaded", "modprobe vfio-pci");
     dir.remove("sys/kernel/iommu_groups");

@@ -87,8 +87,13 @@ impl GuestKernel {
         whom: &str,
         wanted: &[&str],
     ) -> Result<(Self, PathBuf), ProvisionError> {
-        let Ok((suites, name)) = packaged(choice) else {
-            return Err(ProvisionError::NoModules);
+        let (suites, name) = match packaged(choice) {
+            Ok(packaged) => packaged,
+            Err(own) => {
+                // The user's kernel has everything built in.
+                let none = cache.entry("no-modules", "an empty folder", |_| Ok(()))?;
+                return Ok((own, none));
+            }
         };
         let recipe = format!("{PACKAGE} of {suites:?} with {wanted:?}");
         let dir = cache.entry(&format!("{whom}-{name}"), &recipe, |dir| {

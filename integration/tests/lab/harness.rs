@@ -43,6 +43,18 @@ pub(crate) fn suite() -> Result<&'static Suite, Failure> {
     Ok(SUITE.as_ref().map_err(String::as_str)?)
 }
 
+/// Environment variable with the path of a kernel image for the labs, in place of Debian 13's kernel. The image must have built
+/// in what a lab needs: see [`KernelChoice::Image`].
+const KERNEL_VARIABLE: &str = "LAB_KERNEL";
+
+/// Returns the kernel of the labs.
+fn kernel() -> Result<KernelChoice, Failure> {
+    match std::env::var(KERNEL_VARIABLE) {
+        Ok(path) => Ok(path.parse()?),
+        Err(_) => Ok(KernelChoice::V6_12),
+    }
+}
+
 impl Suite {
     fn provide() -> Result<Self, Failure> {
         let itself = std::env::current_exe().map_err(with_path("this program"))?;
@@ -52,7 +64,7 @@ impl Suite {
         programs.extend(cloud_hypervisor::existing_path());
         programs.push(itself);
         Ok(Self {
-            assets: LabAssets::provide(&KernelChoice::V6_12)?,
+            assets: LabAssets::provide(&kernel()?)?,
             programs,
             itself: inside,
         })

@@ -2,7 +2,8 @@
 //!
 //! `cargo test --release --workspace --test lab -- [--list] [--once] [--shard I/N] [FILTER]`: FILTER is a
 //! part of a check's name. These tests need many minutes: `cargo test` alone does not run them, `cargo verify` runs
-//! the group `native`, and `cargo verify --full` runs all of them.
+//! the group `native`, and `cargo verify --full` runs all of them. `LAB_KERNEL` may name a kernel image for the labs, such as
+//! one with iommufd, which Debian's kernels lack.
 //!
 //! [`checks`] is the harness. A group boots one lab with the drives that it names, and each of its checks is this same
 //! program inside the lab. A check is a function of a [`Bench`]: it binds, serves and boots guests as on a real host.

@@ -1,6 +1,10 @@
-//! Type 1 IOMMU of a drive's function, in a VFIO container of its own.
+//! IOMMU of a drive's function: a VFIO container with the function's group, or an I/O address space of iommufd.
 //!
-//! Each drive has its own container. So each drive has its own IOVA space, and a fault of one container affects no other drive.
+//! Each drive has its own. So each drive has its own IOVA space, and a fault of one affects no other drive.
+//!
+//! A kernel has containers and groups, iommufd and a device node for each function, or both. A container is preferred, since its
+//! mappings outlive the process that made them: an I/O address space forgets the memory of a process that has ended once no device
+//! is attached to it.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -18,17 +22,25 @@ use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction};
 use super::ioctl;
 use nvme_guest::iova::{BeforePinning, Iommu, IommuMapping, StuckMappingError};
-use nvme_mpt_memory::sync::RwLock;
-use nvme_mpt_memory::{Mapping, MappingAccess, host_page_size};
+use nvme_mpt_memory::sync::{Mutex, RwLock};
+use nvme_mpt_memory::{Mapping, MappingAccess, RawBytes, host_page_size};
 
-/// IOMMU as the driver of a VFIO function uses it: the type 1 container, or a substitute in tests.
+/// IOMMU as the driver of a VFIO function uses it: that of VFIO, or a substitute in tests.
 pub(super) trait IommuContext: Iommu {
     /// Opens the VFIO device of the function.
     fn open_device(&self) -> Result<File, VfioError>;
 
-    /// Returns descriptors with which a successor process continues to use the IOMMU. The descriptors preserve all
-    /// mappings, even if the device file is closed.
+    /// Returns descriptors with which a successor process continues to use the IOMMU while the device file stays open.
     fn hand_over(&self) -> io::Result<Vec<OwnedFd>>;
+
+    /// Returns descriptors that preserve all mappings, even if the device file is closed.
+    ///
+    /// # Errors
+    /// `Unsupported` if mappings end with the use of the device.
+    fn persist(&self) -> io::Result<Vec<OwnedFd>>;
+
+    /// Returns the number of the I/O address space; `None` for a container.
+    fn ioas(&self) -> Option<u32>;
 
     /// Returns the IOVA ranges that the IOMMU translates: sorted, disjoint.
     fn usable_iovas(&self) -> &[RangeInclusive<u64>];
@@ -63,15 +75,15 @@ fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
 }
 
 /// Unmaps a range of IOVAs, in the [`pieces`] in which it was mapped. Returns the number of unmapped bytes.
-fn unmap_pieces(container: &File, iova: u64, len: u64) -> io::Result<u64> {
+fn unmap_pieces(files: &IommuFiles, iova: u64, len: u64) -> io::Result<u64> {
     let mut unmapped = 0;
     for piece in pieces(iova, len) {
         let bytes = piece.end - piece.start;
-        match ioctl::unmap_dma(container, iova + piece.start, bytes) {
+        match files.unmap(iova + piece.start, bytes) {
             Ok(bytes) => unmapped += bytes,
             // Earlier releases of nvme-mpt mapped the range as a whole, and the kernel cannot unmap a part of a mapping.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) && piece.start == 0 => {
-                return ioctl::unmap_dma(container, iova, len);
+                return files.unmap(iova, len);
             }
             Err(error) => return Err(error),
         }
@@ -83,8 +95,8 @@ fn unmap_pieces(container: &File, iova: u64, len: u64) -> io::Result<u64> {
 ///
 /// # Errors
 /// Returns the kernel's error, or an error if fewer bytes were unmapped.
-fn unmap_all(container: &File, iova: u64, len: u64) -> io::Result<()> {
-    let unmapped = unmap_pieces(container, iova, len)?;
+fn unmap_all(files: &IommuFiles, iova: u64, len: u64) -> io::Result<()> {
+    let unmapped = unmap_pieces(files, iova, len)?;
     if unmapped == len {
         return Ok(());
     }
@@ -117,38 +129,87 @@ fn map_pieces(
     Ok(())
 }
 
-/// A VFIO container with the function's IOMMU group.
+/// IOMMU of a function, by VFIO.
 #[derive(Debug)]
-pub(super) struct Type1Container {
+pub(super) struct VfioIommu {
     address: PciAddress,
-    /// Files of the container and of its group; `None` once released. Only `release` locks this for writing; mapping and
-    /// unmapping lock it for reading.
-    files: RwLock<Option<ContainerFiles>>,
+    /// Files of the IOMMU; `None` once released. Only `release` locks this for writing; mapping and unmapping lock it for
+    /// reading.
+    files: RwLock<Option<IommuFiles>>,
     usable_iovas: Vec<RangeInclusive<u64>>,
     /// Smallest page size of the IOMMU, in bytes.
     page_bytes: u64,
-    /// Maximum number of mappings that the container can have.
-    mappings_max: u32,
+    /// Maximum number of mappings; `None` if there is none.
+    mappings_max: Option<u32>,
 }
 
+/// Files of an IOMMU.
 #[derive(Debug)]
-struct ContainerFiles {
-    group: File,
-    container: File,
+enum IommuFiles {
+    /// A container with the type 1 IOMMU and the function's group.
+    Type1 { group: File, container: File },
+    /// An I/O address space of iommufd.
+    Iommufd {
+        iommufd: File,
+        /// Number of the I/O address space.
+        ioas: u32,
+        /// The function's file, until it is opened.
+        device: Mutex<Option<File>>,
+    },
 }
 
-impl Type1Container {
-    /// Opens the function's group and puts the group into a new container.
-    pub(super) fn open(root: &HostRoot, function: &PciFunction) -> Result<Self, VfioError> {
-        let address = function.address;
-        let group_number = group_number(function)?;
-        let refused = |what| {
-            move |source| VfioError::Refused {
-                address,
-                what,
-                source,
+impl IommuFiles {
+    fn map(&self, memory: RawBytes<'_>, iova: u64, size: u64, writable: bool) -> io::Result<()> {
+        match self {
+            Self::Type1 { container, .. } => {
+                ioctl::map_dma(container, memory, iova, size, writable)
             }
-        };
+            Self::Iommufd { iommufd, ioas, .. } => {
+                ioctl::map_ioas(iommufd, *ioas, memory, iova, size, writable)
+            }
+        }
+    }
+
+    /// Removes mappings. Returns the number of unmapped bytes.
+    fn unmap(&self, iova: u64, size: u64) -> io::Result<u64> {
+        match self {
+            Self::Type1 { container, .. } => ioctl::unmap_dma(container, iova, size),
+            Self::Iommufd { iommufd, ioas, .. } => ioctl::unmap_ioas(iommufd, *ioas, iova, size),
+        }
+    }
+}
+
+/// Returns a function that turns an error of the kernel into the one that names what was attempted.
+fn refused(address: PciAddress, what: &'static str) -> impl FnOnce(io::Error) -> VfioError {
+    move |source| VfioError::Refused {
+        address,
+        what,
+        source,
+    }
+}
+
+impl VfioIommu {
+    /// Opens the function's IOMMU.
+    pub(super) fn open(root: &HostRoot, function: &PciFunction) -> Result<Self, VfioError> {
+        let group = group_number(function)?;
+        let vfio = root.dev.join("vfio");
+        match root.device_node(&function.address.to_string()) {
+            Some(node)
+                if !(vfio.join("vfio").exists() && vfio.join(group.to_string()).exists()) =>
+            {
+                Self::open_ioas(root, function, node)
+            }
+            _ => Self::open_container(root, function, group),
+        }
+    }
+
+    /// Opens the function's group and puts the group into a new container.
+    fn open_container(
+        root: &HostRoot,
+        function: &PciFunction,
+        group_number: u32,
+    ) -> Result<Self, VfioError> {
+        let address = function.address;
         let vfio = root.dev.join("vfio");
         let group_path = vfio.join(group_number.to_string());
         // Without an IOMMU, the kernel names the group `noiommu-…`.
@@ -158,14 +219,15 @@ impl Type1Container {
         let open = |path| open_vfio_file(root, function, path);
         let container = open(vfio.join("vfio"))?;
         if !ioctl::is_version_known(&container)
-            .map_err(refused("ask for the version of the VFIO"))?
+            .map_err(refused(address, "ask for the version of the VFIO"))?
             || !ioctl::has_extension(&container, abi::VFIO_TYPE1v2_IOMMU)
-                .map_err(refused("ask for the kind of IOMMU"))?
+                .map_err(refused(address, "ask for the kind of IOMMU"))?
         {
             return Err(VfioError::NoType1);
         }
         let group = open(group_path.clone())?;
-        let flags = ioctl::group_flags(&group).map_err(refused("ask for the IOMMU group"))?;
+        let flags =
+            ioctl::group_flags(&group).map_err(refused(address, "ask for the IOMMU group"))?;
         if flags & abi::VFIO_GROUP_FLAGS_VIABLE == 0 {
             return Err(not_viable_error(function));
         }
@@ -173,30 +235,64 @@ impl Type1Container {
             return Err(in_use_error(root, function, group_path));
         }
         ioctl::set_container(&group, &container)
-            .map_err(refused("give a container to the IOMMU group"))?;
+            .map_err(refused(address, "give a container to the IOMMU group"))?;
         ioctl::set_iommu(&container, abi::VFIO_TYPE1v2_IOMMU).map_err(|source| {
             if source.raw_os_error() == Some(libc::EPERM) {
                 VfioError::UnsafeInterrupts { address }
             } else {
-                refused("set up the IOMMU")(source)
+                refused(address, "set up the IOMMU")(source)
             }
         })?;
-        Self::new(root, function, ContainerFiles { group, container }, 0)
+        Self::with_container(root, function, [group, container], 0)
     }
 
-    /// Restores the group and the container of a predecessor. `mapped` lists the container's mappings.
+    /// Opens the function's node, and attaches the function to a new I/O address space.
+    fn open_ioas(
+        root: &HostRoot,
+        function: &PciFunction,
+        node: PathBuf,
+    ) -> Result<Self, VfioError> {
+        let address = function.address;
+        let iommufd = open_vfio_file(root, function, root.dev.join("iommu"))?;
+        let device = open_vfio_file(root, function, node.clone())?;
+        ioctl::bind_iommufd(&device, &iommufd).map_err(|source| match source.raw_os_error() {
+            Some(libc::EPERM) => VfioError::UnsafeInterrupts { address },
+            Some(libc::EBUSY) if function.others_with_host_drivers().next().is_some() => {
+                not_viable_error(function)
+            }
+            // EINVAL: the function is open in another process.
+            Some(libc::EBUSY | libc::EINVAL) => in_use_error(root, function, node),
+            _ => refused(address, "set up the IOMMU")(source),
+        })?;
+        let ioas = ioctl::allocate_ioas(&iommufd)
+            .map_err(refused(address, "create an I/O address space"))?;
+        ioctl::attach_ioas(&device, ioas)
+            .map_err(refused(address, "set up the I/O address space"))?;
+        Self::with_ioas(function, iommufd, ioas, Some(device))
+    }
+
+    /// Restores the IOMMU of a predecessor: group and container, or the file of iommufd with its I/O address space `ioas`. `mapped`
+    /// lists the mappings.
     pub(super) fn from_predecessor(
         root: &HostRoot,
         function: &PciFunction,
-        [group, container]: [OwnedFd; 2],
+        descriptors: Vec<OwnedFd>,
+        ioas: Option<u32>,
         mapped: &[IommuMapping],
     ) -> Result<Self, VfioError> {
-        let [group, container] = [group, container].map(File::from);
+        let address = function.address;
+        let mut files = descriptors.into_iter().map(File::from);
+        let (group, container) = match (ioas, files.next(), files.next()) {
+            (Some(ioas), Some(iommufd), None) => {
+                return Self::with_ioas(function, iommufd, ioas, None);
+            }
+            (None, Some(group), Some(container)) => (group, container),
+            _ => return Err(VfioError::NoContainer { address }),
+        };
         let flags = ioctl::group_flags(&group);
         let is_set = |flags: u32| flags & abi::VFIO_GROUP_FLAGS_CONTAINER_SET != 0;
         // The kernel removes the group from the container when the function is unbound or removed.
         if !flags.is_ok_and(is_set) {
-            let address = function.address;
             return Err(VfioError::NoContainer { address });
         }
         let entries = mapped.iter().map(|mapping| {
@@ -204,29 +300,23 @@ impl Type1Container {
             u32::try_from(pieces.count()).unwrap_or(u32::MAX)
         });
         let mapped = entries.fold(0, u32::saturating_add);
-        Self::new(root, function, ContainerFiles { group, container }, mapped)
+        Self::with_container(root, function, [group, container], mapped)
     }
 
     /// Creates the value for a container that is set up and has `mapped` mappings, and reads the properties of its IOMMU.
-    fn new(
+    fn with_container(
         root: &HostRoot,
         function: &PciFunction,
-        files: ContainerFiles,
+        [group, container]: [File; 2],
         mapped: u32,
     ) -> Result<Self, VfioError> {
         let address = function.address;
         let group_number = group_number(function)?;
-        let refused = |what| {
-            move |source| VfioError::Refused {
-                address,
-                what,
-                source,
-            }
-        };
-        let info = ioctl::iommu_info(&files.container).map_err(refused("ask for the IOMMU"))?;
+        let info = ioctl::iommu_info(&container).map_err(refused(address, "ask for the IOMMU"))?;
         let usable = match info.usable_iovas {
             Some(usable) => usable,
             None => derive_usable_iovas(root, group_number).map_err(refused(
+                address,
                 "find the addresses that are reserved in the IOMMU group",
             ))?,
         };
@@ -237,17 +327,44 @@ impl Type1Container {
             "{address}: IOMMU group {group_number}, page sizes {:#x}, {:?} mappings, IOVAs {usable:x?}",
             info.page_sizes, info.mappings_left
         );
+        let max = info.mappings_left;
         Ok(Self {
             address,
-            files: RwLock::new(Some(files)),
+            files: RwLock::new(Some(IommuFiles::Type1 { group, container })),
             usable_iovas: usable,
             page_bytes: match info.page_sizes {
                 0 => host_page_size() as u64,
                 sizes => 1 << sizes.trailing_zeros(),
             },
-            mappings_max: info
-                .mappings_left
-                .map_or(MAPPINGS_MAX, |left| left.saturating_add(mapped)),
+            mappings_max: Some(max.map_or(MAPPINGS_MAX, |left| left.saturating_add(mapped))),
+        })
+    }
+
+    /// Creates the value for an I/O address space to which the function is attached, and reads its properties.
+    fn with_ioas(
+        function: &PciFunction,
+        iommufd: File,
+        ioas: u32,
+        device: Option<File>,
+    ) -> Result<Self, VfioError> {
+        let address = function.address;
+        let info = ioctl::ioas_info(&iommufd, ioas)
+            .map_err(refused(address, "ask for the I/O address space"))?;
+        if info.usable_iovas.is_empty() {
+            return Err(VfioError::NoAddresses { address });
+        }
+        debug!("{address}: I/O address space {ioas}, {info:x?}");
+        let files = IommuFiles::Iommufd {
+            iommufd,
+            ioas,
+            device: Mutex::new(device),
+        };
+        Ok(Self {
+            address,
+            files: RwLock::new(Some(files)),
+            usable_iovas: info.usable_iovas,
+            page_bytes: info.alignment.max(1),
+            mappings_max: None,
         })
     }
 
@@ -270,19 +387,21 @@ impl Type1Container {
     }
 
     fn map_error(&self, error: io::Error, len: u64) -> io::Error {
-        match error.raw_os_error() {
-            Some(libc::ENOMEM) => {
-                match (locked_memory(), lock_limit()) {
-                    (Some(locked), Some(limit)) if locked.saturating_add(len) > limit => {
-                        let error = VfioError::MemoryLock { len, locked, limit };
-                        io::Error::new(io::ErrorKind::OutOfMemory, error)
-                    }
-                    // Mappings are still free, so the kernel has run out of memory.
-                    _ => error,
+        let lock_error = |error| io::Error::new(io::ErrorKind::OutOfMemory, error);
+        match (error.raw_os_error(), self.mappings_max) {
+            // iommufd counts the memory of all processes of a user.
+            (Some(libc::ENOMEM), None) => match lock_limit() {
+                Some(limit) => lock_error(VfioError::MemoryLockOfUser { len, limit }),
+                None => error,
+            },
+            (Some(libc::ENOMEM), Some(_)) => match (locked_memory(), lock_limit()) {
+                (Some(locked), Some(limit)) if locked.saturating_add(len) > limit => {
+                    lock_error(VfioError::MemoryLock { len, locked, limit })
                 }
-            }
-            Some(libc::ENOSPC) => {
-                let limit = self.mappings_max;
+                // Mappings are still free, so the kernel has run out of memory.
+                _ => error,
+            },
+            (Some(libc::ENOSPC), Some(limit)) => {
                 io::Error::new(io::ErrorKind::StorageFull, VfioError::Mappings { limit })
             }
             _ => error,
@@ -290,7 +409,7 @@ impl Type1Container {
     }
 }
 
-impl Iommu for Type1Container {
+impl Iommu for VfioIommu {
     fn map(
         &self,
         iova: u64,
@@ -310,7 +429,7 @@ impl Iommu for Type1Container {
         before_pinning: &mut BeforePinning<'_>,
     ) -> io::Result<()> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(ContainerFiles { container, .. }) = &*files else {
+        let Some(files) = &*files else {
             return Err(io::ErrorKind::NotConnected.into());
         };
         let size = self.mapping_len(iova, part.len() as u64)?;
@@ -332,20 +451,21 @@ impl Iommu for Type1Container {
                 .ok_or(io::ErrorKind::InvalidInput)?;
             let (at, size) = (iova + piece.start, piece.end - piece.start);
             before_pinning(start..start + len as usize)?;
-            ioctl::map_dma(container, bytes, at, size, writable)
+            files
+                .map(bytes, at, size, writable)
                 .map_err(|error| self.map_error(error, size))
         };
-        map_pieces(iova, size, map, |mapped| unmap_all(container, iova, mapped))
+        map_pieces(iova, size, map, |mapped| unmap_all(files, iova, mapped))
     }
 
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(ContainerFiles { container, .. }) = &*files else {
+        let Some(files) = &*files else {
             // The release removed all mappings.
             return Ok(());
         };
         let len = self.mapping_len(iova, len)?;
-        unmap_all(container, iova, len)
+        unmap_all(files, iova, len)
     }
 
     fn allocate_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()> {
@@ -358,42 +478,65 @@ impl Iommu for Type1Container {
 
     fn clear(&self, iova: u64, len: u64) -> io::Result<()> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(ContainerFiles { container, .. }) = &*files else {
+        let Some(files) = &*files else {
             return Ok(());
         };
         let len = self.mapping_len(iova, len)?;
-        ioctl::unmap_dma(container, iova, len).map(drop)
+        files.unmap(iova, len).map(drop)
     }
 
     fn mappings_max(&self) -> Option<u64> {
-        Some(self.mappings_max.into())
+        self.mappings_max.map(u64::from)
     }
 }
 
-impl IommuContext for Type1Container {
+impl IommuContext for VfioIommu {
     fn open_device(&self) -> Result<File, VfioError> {
-        let refused = |source| VfioError::Refused {
-            address: self.address,
-            what: "open the function",
-            source,
-        };
+        let refused = refused(self.address, "open the function");
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(ContainerFiles { group, .. }) = &*files else {
-            return Err(refused(io::ErrorKind::NotConnected.into()));
-        };
-        let name = CString::new(self.address.to_string()).map_err(|error| refused(error.into()))?;
-        ioctl::open_device(group, &name).map_err(refused)
+        match &*files {
+            None => Err(refused(io::ErrorKind::NotConnected.into())),
+            Some(IommuFiles::Type1 { group, .. }) => match CString::new(self.address.to_string()) {
+                Ok(name) => ioctl::open_device(group, &name).map_err(refused),
+                Err(error) => Err(refused(error.into())),
+            },
+            Some(IommuFiles::Iommufd { device, .. }) => {
+                let mut device = device.lock().unwrap_or_else(PoisonError::into_inner);
+                device
+                    .take()
+                    .ok_or_else(|| refused(io::ErrorKind::AlreadyExists.into()))
+            }
+        }
     }
 
     fn hand_over(&self) -> io::Result<Vec<OwnedFd>> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(ContainerFiles { group, container }) = &*files else {
-            return Err(io::ErrorKind::NotConnected.into());
-        };
-        Ok(vec![
-            group.try_clone()?.into(),
-            container.try_clone()?.into(),
-        ])
+        match &*files {
+            None => Err(io::ErrorKind::NotConnected.into()),
+            Some(IommuFiles::Type1 { group, container }) => Ok(vec![
+                group.try_clone()?.into(),
+                container.try_clone()?.into(),
+            ]),
+            Some(IommuFiles::Iommufd { iommufd, .. }) => Ok(vec![iommufd.try_clone()?.into()]),
+        }
+    }
+
+    fn persist(&self) -> io::Result<Vec<OwnedFd>> {
+        match self.ioas() {
+            None => self.hand_over(),
+            Some(_) => Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "iommufd forgets the memory of a process that has ended",
+            )),
+        }
+    }
+
+    fn ioas(&self) -> Option<u32> {
+        let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
+        match &*files {
+            Some(IommuFiles::Iommufd { ioas, .. }) => Some(*ioas),
+            _ => None,
+        }
     }
 
     fn usable_iovas(&self) -> &[RangeInclusive<u64>] {
@@ -402,7 +545,8 @@ impl IommuContext for Type1Container {
 
     fn release(&self) {
         let mut files = self.files.write().unwrap_or_else(PoisonError::into_inner);
-        let Some(ContainerFiles { group, container }) = files.take() else {
+        let Some(IommuFiles::Type1 { group, container }) = files.take() else {
+            // Closing iommufd removes its mappings.
             return;
         };
         // Removing the last group from a container removes all its mappings. If the function was pulled, the kernel has removed
@@ -448,7 +592,7 @@ fn open_vfio_file(
         })
 }
 
-/// Returns the error for a group that another process has open.
+/// Returns the error for a group or a function's node that another process has open.
 fn in_use_error(root: &HostRoot, function: &PciFunction, group: PathBuf) -> VfioError {
     let users = function.iommu_group.as_ref();
     VfioError::InUse {

@@ -69,6 +69,12 @@ pub trait DeviceBacking: ControllerAccess + fmt::Debug {
         Err(io::ErrorKind::Unsupported.into())
     }
 
+    /// Returns the number of the function's I/O address space in iommufd, which a successor needs with the descriptors of
+    /// [`Self::hand_over`]; `None` if the function has another IOMMU.
+    fn ioas(&self) -> Option<u32> {
+        None
+    }
+
     /// Releases the function: its DMA reaches no memory any more, and its registers read as all ones.
     fn release(&self);
 }

@@ -144,6 +144,16 @@ pub enum VfioError {
         /// Limit of locked memory (`RLIMIT_MEMLOCK`), in bytes.
         limit: u64,
     },
+    /// The user may not lock as much memory as a mapping for DMA needs.
+    #[error(
+        "Cannot lock {len} bytes of memory for the drive: the processes of this user may lock {limit} together; raise the limit with `ulimit -l` (in KiB) or LimitMEMLOCK= of the unit to the memory of all virtual machines that use its drives and 256 MiB more for each drive"
+    )]
+    MemoryLockOfUser {
+        /// Bytes that had to be locked.
+        len: u64,
+        /// Limit of locked memory (`RLIMIT_MEMLOCK`), in bytes.
+        limit: u64,
+    },
     /// The container has its maximum number of mappings.
     #[error(
         "The drive's IOMMU takes {limit} mappings, all of which are used; raise vfio_iommu_type1.dma_entry_limit"

@@ -1,7 +1,7 @@
-//! System calls of VFIO (documented in `linux/vfio.h`) and the admin passthrough of the kernel's `nvme` driver. Each function
+//! System calls of VFIO and iommufd (documented in `linux/vfio.h` and `linux/iommufd.h`) and the admin passthrough of the kernel's `nvme` driver. Each function
 //! returns the kernel's error.
 //!
-//! The structures come from `vfio_bindings`. This module makes the calls itself instead of through a wrapper crate, because any
+//! The structures come from `vfio_bindings` and `iommufd_bindings`. This module makes the calls itself instead of through a wrapper crate, because any
 //! call may fail when a drive is pulled, and the caller needs the error.
 #![expect(
     unsafe_code,
@@ -15,6 +15,7 @@ use std::mem::offset_of;
 use std::ops::RangeInclusive;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
+use iommufd_bindings as iommufd_abi;
 use libc::c_ulong;
 use vfio_bindings::bindings::vfio as abi;
 use vmm_sys_util::ioctl::{
@@ -45,6 +46,18 @@ const DEVICE_RESET: c_ulong = request(11);
 const IOMMU_GET_INFO: c_ulong = request(12);
 const IOMMU_MAP_DMA: c_ulong = request(13);
 const IOMMU_UNMAP_DMA: c_ulong = request(14);
+const DEVICE_BIND_IOMMUFD: c_ulong = request(18);
+const DEVICE_ATTACH_IOMMUFD_PT: c_ulong = request(19);
+
+/// Returns the request code of an ioctl of iommufd, which has VFIO's type and numbers from 80h.
+const fn iommufd_request(number: c_ulong) -> c_ulong {
+    ((abi::VFIO_TYPE as c_ulong) << 8) | (0x80 + number)
+}
+
+const IOAS_ALLOC: c_ulong = iommufd_request(1);
+const IOAS_IOVA_RANGES: c_ulong = iommufd_request(4);
+const IOAS_MAP: c_ulong = iommufd_request(5);
+const IOAS_UNMAP: c_ulong = iommufd_request(6);
 
 /// Request code of `NVME_IOCTL_ADMIN_CMD`: `_IOWR('N', 0x41, struct nvme_admin_cmd)`.
 const NVME_ADMIN: c_ulong = 0xC048_4E41;
@@ -367,6 +380,131 @@ pub(super) fn unmap_dma(container: &File, iova: u64, size: u64) -> io::Result<u6
     // SAFETY: the kernel reads the structure and stores a size into it.
     checked(unsafe { ioctl_with_mut_ref(container, IOMMU_UNMAP_DMA, &mut unmap) })?;
     Ok(unmap.size)
+}
+
+/// Makes iommufd the IOMMU of a device that was opened by its own node (VFIO cdev). From then on, the device can be used.
+pub(super) fn bind_iommufd(device: &File, iommufd: &File) -> io::Result<()> {
+    let mut bind = abi::vfio_device_bind_iommufd {
+        argsz: argsz::<abi::vfio_device_bind_iommufd>(),
+        iommufd: iommufd.as_raw_fd(),
+        ..Default::default()
+    };
+    // SAFETY: the kernel reads the structure and stores a number into it.
+    checked(unsafe { ioctl_with_mut_ref(device, DEVICE_BIND_IOMMUFD, &mut bind) }).map(drop)
+}
+
+/// Attaches a device to an I/O address space of its iommufd.
+pub(super) fn attach_ioas(device: &File, ioas: u32) -> io::Result<()> {
+    let mut attach = abi::vfio_device_attach_iommufd_pt {
+        argsz: argsz::<abi::vfio_device_attach_iommufd_pt>(),
+        pt_id: ioas,
+        ..Default::default()
+    };
+    // SAFETY: the kernel reads the structure and stores a number into it.
+    checked(unsafe { ioctl_with_mut_ref(device, DEVICE_ATTACH_IOMMUFD_PT, &mut attach) }).map(drop)
+}
+
+/// Creates an I/O address space (IOAS). Returns its number.
+pub(super) fn allocate_ioas(iommufd: &File) -> io::Result<u32> {
+    let mut ioas = iommufd_abi::iommu_ioas_alloc {
+        size: argsz::<iommufd_abi::iommu_ioas_alloc>(),
+        ..Default::default()
+    };
+    // SAFETY: the kernel reads the structure and stores a number into it.
+    checked(unsafe { ioctl_with_mut_ref(iommufd, IOAS_ALLOC, &mut ioas) })?;
+    Ok(ioas.out_ioas_id)
+}
+
+/// Properties of an I/O address space.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct IoasInfo {
+    /// IOVA ranges that the IOMMUs of all attached devices translate.
+    pub(super) usable_iovas: Vec<RangeInclusive<u64>>,
+    /// Alignment in bytes of the start and the end of a mapping.
+    pub(super) alignment: u64,
+}
+
+/// Reads the properties of an I/O address space.
+pub(super) fn ioas_info(iommufd: &File, ioas: u32) -> io::Result<IoasInfo> {
+    let mut ranges = vec![iommufd_abi::iommu_iova_range::default(); 16];
+    loop {
+        let mut info = iommufd_abi::iommu_ioas_iova_ranges {
+            size: argsz::<iommufd_abi::iommu_ioas_iova_ranges>(),
+            ioas_id: ioas,
+            num_iovas: u32::try_from(ranges.len()).map_err(io::Error::other)?,
+            allowed_iovas: ranges.as_mut_ptr() as u64,
+            ..Default::default()
+        };
+        // SAFETY: the kernel reads and writes the structure, and writes at most `num_iovas` elements of `ranges`.
+        let result = checked(unsafe { ioctl_with_mut_ref(iommufd, IOAS_IOVA_RANGES, &mut info) });
+        let count = info.num_iovas as usize;
+        match result {
+            Ok(_) => {
+                let ranges = ranges.iter().take(count);
+                let usable = ranges.map(|range| range.start..=range.last);
+                return Ok(IoasInfo {
+                    usable_iovas: usable.filter(|range| !range.is_empty()).collect(),
+                    alignment: info.out_iova_alignment,
+                });
+            }
+            Err(error)
+                if error.raw_os_error() == Some(libc::EMSGSIZE)
+                    && count > ranges.len()
+                    && count * size_of::<iommufd_abi::iommu_iova_range>() <= INFO_BYTES_MAX =>
+            {
+                ranges.resize(count, iommufd_abi::iommu_iova_range::default());
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Maps `size` bytes at `iova` for DMA of the devices of an I/O address space. `size` is the length of `memory`, rounded up to
+/// whole pages.
+pub(super) fn map_ioas(
+    iommufd: &File,
+    ioas: u32,
+    memory: RawBytes<'_>,
+    iova: u64,
+    size: u64,
+    writable: bool,
+) -> io::Result<()> {
+    let write = if writable {
+        iommufd_abi::iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE
+    } else {
+        0
+    };
+    let mut map = iommufd_abi::iommu_ioas_map {
+        size: argsz::<iommufd_abi::iommu_ioas_map>(),
+        flags: iommufd_abi::iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA
+            | iommufd_abi::iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE
+            | write,
+        ioas_id: ioas,
+        user_va: memory.as_ptr() as u64,
+        length: size,
+        iova,
+        ..Default::default()
+    };
+    // SAFETY: the kernel reads the structure, and pins pages that are mapped in this process, or refuses. The pages
+    // belong to a `Mapping`, which others may write at any time and which is only accessed raw.
+    checked(unsafe { ioctl_with_mut_ref(iommufd, IOAS_MAP, &mut map) }).map(drop)
+}
+
+/// Removes mappings from an I/O address space. Returns the number of unmapped bytes.
+pub(super) fn unmap_ioas(iommufd: &File, ioas: u32, iova: u64, size: u64) -> io::Result<u64> {
+    let mut unmap = iommufd_abi::iommu_ioas_unmap {
+        size: argsz::<iommufd_abi::iommu_ioas_unmap>(),
+        ioas_id: ioas,
+        iova,
+        length: size,
+    };
+    // SAFETY: the kernel reads the structure and stores a size into it.
+    match checked(unsafe { ioctl_with_mut_ref(iommufd, IOAS_UNMAP, &mut unmap) }) {
+        Ok(_) => Ok(unmap.length),
+        // Nothing is mapped there.
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(0),
+        Err(error) => Err(error),
+    }
 }
 
 /// A structure of the kernel that is followed by a chain of capabilities.

@@ -17,7 +17,7 @@ use std::sync::{Arc, PoisonError};
 use log::{debug, info, warn};
 use vfio_bindings::bindings::vfio as abi;
 
-use super::container::{IommuContext, Type1Container};
+use super::container::{IommuContext, VfioIommu};
 use super::device_backing::DeviceBacking;
 use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction, VFIO_PCI};
@@ -103,21 +103,22 @@ impl VfioBacking {
         Self::open_in(&HostRoot::default(), address)
     }
 
-    /// Restores the function at `address` that a predecessor [handed over](DeviceBacking::hand_over). `mapped` lists the
-    /// mappings of the function's IOMMU. The function is not reset.
+    /// Restores the function at `address` that a predecessor [handed over](DeviceBacking::hand_over), with its [I/O address
+    /// space](DeviceBacking::ioas) if it had one. `mapped` lists the mappings of the function's IOMMU. The function is not reset.
     ///
     /// # Errors
     /// Returns why the function cannot be used. The function is then released.
     pub fn from_predecessor(
         address: PciAddress,
-        descriptors: [OwnedFd; 3],
+        mut descriptors: Vec<OwnedFd>,
+        ioas: Option<u32>,
         mapped: &[IommuMapping],
     ) -> Result<Self, VfioError> {
         let root = HostRoot::default();
         let function = PciFunction::find(&root, address)?;
-        let [group, container, device] = descriptors;
-        let files = [group, container];
-        let context = Type1Container::from_predecessor(&root, &function, files, mapped)?;
+        let device = descriptors.pop();
+        let device = device.ok_or(VfioError::NoContainer { address })?;
+        let context = VfioIommu::from_predecessor(&root, &function, descriptors, ioas, mapped)?;
         Self::new(&function, Arc::new(context), device.into(), 0)
     }
 
@@ -128,19 +129,19 @@ impl VfioBacking {
     /// Returns why the function cannot be used. The IOMMU is then unchanged.
     pub fn with_predecessor_iommu(
         address: PciAddress,
-        iommu: [OwnedFd; 2],
+        iommu: Vec<OwnedFd>,
         mapped: &[IommuMapping],
     ) -> Result<Self, VfioError> {
         let root = HostRoot::default();
         let function = Self::find(&root, address)?;
-        let context = Type1Container::from_predecessor(&root, &function, iommu, mapped)?;
+        let context = VfioIommu::from_predecessor(&root, &function, iommu, None, mapped)?;
         let device = context.open_device()?;
         Self::new(&function, Arc::new(context), device, COMMAND_BUS_MASTER)
     }
 
     fn open_in(root: &HostRoot, address: PciAddress) -> Result<Self, VfioError> {
         let function = Self::find(root, address)?;
-        let context = Type1Container::open(root, &function)?;
+        let context = VfioIommu::open(root, &function)?;
         let device = context.open_device()?;
         Self::new(&function, Arc::new(context), device, COMMAND_BUS_MASTER)
     }
@@ -416,7 +417,11 @@ impl DeviceBacking for VfioBacking {
             );
             return Err(io::Error::new(io::ErrorKind::Unsupported, what));
         }
-        self.context.hand_over()
+        self.context.persist()
+    }
+
+    fn ioas(&self) -> Option<u32> {
+        self.context.ioas()
     }
 
     fn release(&self) {

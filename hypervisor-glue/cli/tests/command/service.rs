@@ -138,31 +138,40 @@ fn the_example_of_the_service_is_right_with_drives_of_the_machine() {
 #[test]
 fn the_service_group_gets_only_iommu_groups_of_nvme_drives() {
     let rules = read("package/70-nvme-mpt.rules");
-    let (_, program) = rules.split_once("PROGRAM=\"/bin/sh -c '").unwrap();
-    let (program, _) = program.split_once("'\"").unwrap();
-    for (classes, is_given) in [
-        (&["0x010802"][..], true),
-        (&["0x010802", "0x010802"], true),
-        (&["0x060400", "0x010802"], true),
-        (&["0x010802", "0x020000"], false),
-        (&["0x030000"], false),
-        (&["0x060400"], false),
-        (&[], false),
-    ] {
-        let bench = Bench::new();
-        let devices = bench.path("7/devices");
-        fs::create_dir_all(&devices).unwrap();
-        for (place, class) in classes.iter().enumerate() {
-            let device = devices.join(format!("0000:01:00.{place}"));
-            fs::create_dir(&device).unwrap();
-            fs::write(device.join("class"), format!("{class}\n")).unwrap();
+    let programs: Vec<_> = rules.split("PROGRAM=\"/bin/sh -c '").skip(1).collect();
+    assert_eq!(
+        programs.len(),
+        2,
+        "for groups, and for functions' own nodes"
+    );
+    for program in programs {
+        let (program, _) = program.split_once("'\"").unwrap();
+        let of_node = "/sys/class/vfio-dev/%k/device/iommu_group/devices";
+        let program = program.replace(of_node, "/sys/kernel/iommu_groups/%k/devices");
+        for (classes, is_given) in [
+            (&["0x010802"][..], true),
+            (&["0x010802", "0x010802"], true),
+            (&["0x060400", "0x010802"], true),
+            (&["0x010802", "0x020000"], false),
+            (&["0x030000"], false),
+            (&["0x060400"], false),
+            (&[], false),
+        ] {
+            let bench = Bench::new();
+            let devices = bench.path("7/devices");
+            fs::create_dir_all(&devices).unwrap();
+            for (place, class) in classes.iter().enumerate() {
+                let device = devices.join(format!("0000:01:00.{place}"));
+                fs::create_dir(&device).unwrap();
+                fs::write(device.join("class"), format!("{class}\n")).unwrap();
+            }
+            let groups = bench.path("");
+            let groups = groups.to_str().unwrap().trim_end_matches('/');
+            let script = program
+                .replace("/sys/kernel/iommu_groups", groups)
+                .replace("%k", "7");
+            let output = Command::new("sh").args(["-c", &script]).output().unwrap();
+            assert_eq!(output.status.success(), is_given, "{classes:?}: {output:?}");
         }
-        let groups = bench.path("");
-        let groups = groups.to_str().unwrap().trim_end_matches('/');
-        let script = program
-            .replace("/sys/kernel/iommu_groups", groups)
-            .replace("%k", "7");
-        let output = Command::new("sh").args(["-c", &script]).output().unwrap();
-        assert_eq!(output.status.success(), is_given, "{classes:?}: {output:?}");
     }
 }

@@ -231,8 +231,13 @@ impl FileRules {
         // Directories that are read: for users and groups, for a drive's users, and for properties of block devices.
         let read = ["/etc", "/proc", "/sys"].map(|path| FileRule::new(path, FileAccess::READ));
         // The device mapper's control device is needed to read the tables of logical volumes.
-        let written = ["/dev/null", "/dev/vfio", "/dev/mapper/control"]
-            .map(|path| FileRule::new(path, FileAccess::WRITE));
+        let written = [
+            "/dev/null",
+            "/dev/vfio",
+            "/dev/iommu",
+            "/dev/mapper/control",
+        ]
+        .map(|path| FileRule::new(path, FileAccess::WRITE));
         let all = executed.chain(read).chain(written).chain(needed);
         let mut rules: Vec<FileRule> = Vec::new();
         for FileRule { path, access } in all {

@@ -135,7 +135,9 @@ pub(super) fn drive_rules(options: &FunctionOptions) -> Vec<FileRule> {
             let below = below.map(|below| FileRule::new(below.path, FileAccess::WRITE));
             std::iter::once(first).chain(below).collect()
         }
-        DrivePath::Pci(_) => vec![FileRule::new("/dev/vfio", FileAccess::WRITE)],
+        DrivePath::Pci(_) => ["/dev/vfio", "/dev/iommu"]
+            .map(|path| FileRule::new(path, FileAccess::WRITE))
+            .to_vec(),
         // All other drives are in memory. A new kind of drive with files must be added here.
         _ => Vec::new(),
     }

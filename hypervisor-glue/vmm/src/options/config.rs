@@ -183,6 +183,11 @@ impl FunctionConfig {
                 files.push(("/sys".into(), false));
                 files.push(("/proc".into(), false));
                 files.push(("/dev/vfio".into(), true));
+                // A kernel with iommufd has it.
+                let iommu = PathBuf::from("/dev/iommu");
+                if iommu.exists() {
+                    files.push((iommu, true));
+                }
             }
             // A `null:` or `memory:` drive has no file.
             _ => {}

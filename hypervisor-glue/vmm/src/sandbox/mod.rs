@@ -50,7 +50,8 @@
 //! # Descriptors, memory and capabilities
 //!
 //! [`Requirements::descriptors`] is an upper bound for `RLIMIT_NOFILE`. A physical drive pins guest memory, which counts against
-//! `RLIMIT_MEMLOCK`. No other capability is needed: the owner of a VFIO group's file in `/dev/vfio` may open it.
+//! `RLIMIT_MEMLOCK`. No other capability is needed: the owner of a VFIO group's file in `/dev/vfio`, or of a
+//! function's node and `/dev/iommu`, may open it.
 //!
 //! # Drives of servers
 //!

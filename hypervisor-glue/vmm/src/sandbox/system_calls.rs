@@ -324,7 +324,7 @@ const fn ioctl(
     }
 }
 
-/// Requests, with the numbers of the kernel's headers (`linux/vfio.h`, `linux/fs.h`, `linux/dm-ioctl.h`).
+/// Requests, with the numbers of the kernel's headers (`linux/vfio.h`, `linux/iommufd.h`, `linux/fs.h`, `linux/dm-ioctl.h`).
 const IOCTLS: &[TableEntry<IoctlRequest>] = &[
     ioctl(
         File,
@@ -411,6 +411,42 @@ const IOCTLS: &[TableEntry<IoctlRequest>] = &[
         Physical,
         CONTROL,
         (0x3B72, "VFIO_IOMMU_UNMAP_DMA"),
+        "guest memory",
+    ),
+    ioctl(
+        Physical,
+        MANAGER,
+        (0x3B76, "VFIO_DEVICE_BIND_IOMMUFD"),
+        "drive",
+    ),
+    ioctl(
+        Physical,
+        MANAGER,
+        (0x3B77, "VFIO_DEVICE_ATTACH_IOMMUFD_PT"),
+        "drive",
+    ),
+    ioctl(
+        Physical,
+        MANAGER,
+        (0x3B81, "IOMMU_IOAS_ALLOC"),
+        "I/O address space",
+    ),
+    ioctl(
+        Physical,
+        MANAGER,
+        (0x3B84, "IOMMU_IOAS_IOVA_RANGES"),
+        "I/O address space",
+    ),
+    ioctl(
+        Physical,
+        CONTROL,
+        (0x3B85, "IOMMU_IOAS_MAP"),
+        "guest memory",
+    ),
+    ioctl(
+        Physical,
+        CONTROL,
+        (0x3B86, "IOMMU_IOAS_UNMAP"),
         "guest memory",
     ),
 ];

@@ -71,6 +71,9 @@ struct HandedOverDriveState {
     /// Number of I/O queue pairs that exist on the drive.
     created: u16,
     has_doorbell_buffer: bool,
+    /// Number of the function's I/O address space, if it has one. Omitted if not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    ioas: Option<u32>,
     mappings: Vec<IommuMapping>,
 }
 
@@ -150,10 +153,9 @@ impl HandedOverDrive {
     /// # Errors
     /// Returns why the function cannot be used. The function is then released.
     pub fn open_backing(&mut self, address: PciAddress) -> Result<VfioBacking, ControllerError> {
-        let function = mem::take(&mut self.function).try_into();
-        let function =
-            function.map_err(|_| hand_over_error("a descriptor of its function is missing"))?;
-        VfioBacking::from_predecessor(address, function, &self.state.mappings)
+        let HandedOverDriveState { ioas, mappings, .. } = &self.state;
+        let function = mem::take(&mut self.function);
+        VfioBacking::from_predecessor(address, function, *ioas, mappings)
             .map_err(|error| ControllerError::Function(io::Error::other(error)))
     }
 }
@@ -227,6 +229,7 @@ impl PhysicalDrive {
             granted,
             created,
             has_doorbell_buffer: _,
+            ioas: _,
             mappings,
         } = state;
         let registers = DriveRegisters::new(backing.clone())?;
@@ -320,6 +323,7 @@ impl PhysicalDrive {
             granted: pairs.granted(),
             created: pairs.count(),
             has_doorbell_buffer: self.doorbell_buffer.is_some(),
+            ioas: self.backing.ioas(),
             mappings: self.space.list_mappings(StaleMappingsFlag::new(outdated)),
         };
         let is_ending = lock(&self.predecessor_mappings).is_unmapping();

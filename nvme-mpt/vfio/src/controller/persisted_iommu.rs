@@ -107,8 +107,7 @@ impl PredecessorIommu {
     /// # Errors
     /// Returns why the function cannot be used. The IOMMU is then unchanged.
     pub fn open_backing(&mut self, address: PciAddress) -> Result<VfioBacking, VfioError> {
-        let iommu = std::mem::take(&mut self.iommu).try_into();
-        let iommu = iommu.map_err(|_| VfioError::NoContainer { address })?;
+        let iommu = std::mem::take(&mut self.iommu);
         VfioBacking::with_predecessor_iommu(address, iommu, self.mappings.mapped())
     }
 }

@@ -170,21 +170,18 @@ impl KernelController {
 }
 
 impl IommuGroup {
-    /// Returns the processes that have the group open, as far as this process can see them.
+    /// Returns the processes that have the group or a function of it open, as far as this process can see them.
     #[must_use]
     pub fn users(&self, root: &HostRoot) -> Vec<DiskUser> {
-        let path = root.group_file(self.number);
-        let Ok(file) = fs::metadata(&path) else {
-            return Vec::new();
-        };
-        if !file.file_type().is_char_device() {
-            return Vec::new();
-        }
-        let name = path.display().to_string();
-        processes(
-            root,
-            &DeviceNumberNames::from([((false, file.rdev()), name)]),
-        )
+        let members = self.members.iter();
+        let nodes = members.filter_map(|member| root.device_node(&member.address));
+        let paths = std::iter::once(root.group_file(self.number)).chain(nodes);
+        let names = paths.filter_map(|path| {
+            let file = fs::metadata(&path).ok()?;
+            let is_device = file.file_type().is_char_device();
+            is_device.then(|| ((false, file.rdev()), path.display().to_string()))
+        });
+        processes(root, &names.collect::<DeviceNumberNames>())
     }
 
     /// Returns the users of the group as [`Self::users`] does, and also tries to open the group. The kernel lets only one

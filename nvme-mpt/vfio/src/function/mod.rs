@@ -55,6 +55,16 @@ impl HostRoot {
     pub fn group_file(&self, group: u32) -> PathBuf {
         self.dev.join(format!("vfio/{group}"))
     }
+
+    /// Returns the VFIO node of the function at a PCI address (`VFIO_DEVICE_CDEV`); `None` if the kernel has no such nodes, or if
+    /// the function has another driver.
+    #[must_use]
+    pub fn device_node(&self, address: &str) -> Option<PathBuf> {
+        let dir = self.sys.join(format!("bus/pci/devices/{address}/vfio-dev"));
+        let entry = fs::read_dir(dir).ok()?.next()?.ok()?;
+        let node = self.dev.join("vfio/devices").join(entry.file_name());
+        node.exists().then_some(node)
+    }
 }
 
 /// Error of reading a PCI function from sysfs.

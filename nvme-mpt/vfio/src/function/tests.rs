@@ -329,3 +329,22 @@ fn processes_that_have_an_iommu_group() {
     assert_eq!(users[0].to_string(), expected);
     assert_eq!(users, group.exclusive_users(&host.root));
 }
+
+#[test]
+fn processes_that_have_a_function_by_its_own_node() {
+    let host = Host::new();
+    let group = host.find().iommu_group.expect("group");
+    let address = group.members[0].address.clone();
+    host.write(
+        &format!("sys/bus/pci/devices/{address}/vfio-dev/vfio3/dev"),
+        "511:3\n",
+    );
+    assert_eq!(host.root.device_node(&address), None, "it has no file");
+    host.link("dev/vfio/devices/vfio3", "/dev/null");
+    host.write("proc/42/comm", "nvme-mpt\n");
+    host.link("proc/42/fd/9", "/dev/null");
+    let node = host.root.dev.join("vfio/devices/vfio3");
+    assert_eq!(host.root.device_node(&address), Some(node.clone()));
+    let expected = format!("{} is open in process 42 (nvme-mpt)", node.display());
+    assert_eq!(group.users(&host.root)[0].to_string(), expected);
+}

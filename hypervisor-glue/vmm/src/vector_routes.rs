@@ -146,25 +146,19 @@ impl VectorRoutes {
         for ((number, vector), route) in vectors {
             let is_message = number != PIN_VECTOR || !self.is_pin_connected;
             let route = route.filter(|_| is_message);
-            let message = route.and_then(|_| function.msix_message(number));
+            let message = route.and_then(|_| message_for_vmm(function, number));
             vector.set_vcpu_thread(message.and_then(|message| self.vmm.vcpu_thread(message)));
         }
     }
 
     fn update_route(&mut self, function: &NvmeFunction, vector: u16) {
-        let Some(message) = function.msix_message(vector) else {
+        let Some(message) = message_for_vmm(function, vector) else {
             return;
         };
         let Some(route) = self.routed_messages.get_mut(usize::from(vector)) else {
             return;
         };
         let wanted = Some((message.address, message.data));
-        // A driver unmasks the vector after it has written the message, and the VMM is not told of that: the function itself
-        // holds masked vectors back.
-        let message = MsixMessage {
-            masked: false,
-            ..message
-        };
         let moved = match *route == wanted {
             true => Ok(()),
             false => self.vectors.set_message(vector, message),
@@ -184,4 +178,14 @@ impl VectorRoutes {
             ),
         }
     }
+}
+
+/// Returns the message of a vector as the VMM gets it: never masked. A driver unmasks the vector after it has written the message,
+/// of which the VMM is not told, since the function itself holds masked vectors back.
+fn message_for_vmm(function: &NvmeFunction, vector: u16) -> Option<MsixMessage> {
+    let message = function.msix_message(vector)?;
+    Some(MsixMessage {
+        masked: false,
+        ..message
+    })
 }

@@ -81,7 +81,7 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     }
 
     /// Returns the thread of the vCPU to which the hypervisor delivers `message`; `None` if the vCPU is unknown, or if
-    /// `message` has several destinations. [`local_apic`](crate::local_apic) decodes the message on a PC.
+    /// `message` has several destinations. `message.masked` is always false. [`local_apic`](crate::local_apic) decodes the message on a PC.
     ///
     /// The poller of an I/O queue with `poll=dedicated@vcpu` stays on processors near this thread. While the poller is awake,
     /// it reads the thread's CPU affinity ten times a second, so the VMM need not report that it moved the thread. If the VMM

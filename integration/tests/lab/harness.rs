@@ -43,8 +43,9 @@ pub(crate) fn suite() -> Result<&'static Suite, Failure> {
     Ok(SUITE.as_ref().map_err(String::as_str)?)
 }
 
-/// Environment variable with the path of a kernel image for the labs, in place of Debian 13's kernel. The image must have built
-/// in what a lab needs: see [`KernelChoice::Image`].
+/// Environment variable with the path of a kernel image for the labs, in place of Debian 13's kernel. Beside what
+/// [`KernelChoice::Image`] asks for, the image must have virtio over PCI (disks, console), an Intel IOMMU, VFIO, and KVM for AMD
+/// built in.
 const KERNEL_VARIABLE: &str = "LAB_KERNEL";
 
 /// Returns the kernel of the labs.

@@ -102,7 +102,7 @@ pub enum VfioError {
     NoType1,
     /// The platform has no interrupt remapping, so a device could raise any interrupt.
     #[error(
-        "The platform cannot isolate interrupts of {address}: enable interrupt remapping in the firmware's setup, or accept the risk with vfio_iommu_type1.allow_unsafe_interrupts=1"
+        "The platform cannot isolate interrupts of {address}: enable interrupt remapping in the firmware's setup, or accept the risk with allow_unsafe_interrupts=1 of the module vfio_iommu_type1, or of iommufd on a kernel without IOMMU groups in /dev/vfio"
     )]
     UnsafeInterrupts {
         /// Address of the function.

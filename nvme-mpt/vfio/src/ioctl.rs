@@ -1,8 +1,8 @@
-//! System calls of VFIO and iommufd (documented in `linux/vfio.h` and `linux/iommufd.h`) and the admin passthrough of the kernel's `nvme` driver. Each function
-//! returns the kernel's error.
+//! System calls of VFIO and iommufd (documented in `linux/vfio.h` and `linux/iommufd.h`) and the admin passthrough of the kernel's
+//! `nvme` driver. Each function returns the kernel's error.
 //!
-//! The structures come from `vfio_bindings` and `iommufd_bindings`. This module makes the calls itself instead of through a wrapper crate, because any
-//! call may fail when a drive is pulled, and the caller needs the error.
+//! The structures come from `vfio_bindings` and `iommufd_bindings`. This module makes the calls itself instead of through a wrapper
+//! crate, because any call may fail when a drive is pulled, and the caller needs the error.
 #![expect(
     unsafe_code,
     reason = "system calls on files of VFIO and of the nvme driver"

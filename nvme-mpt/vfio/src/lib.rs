@@ -51,13 +51,13 @@
 )]
 
 pub mod bind;
-mod container;
 mod controller;
 mod description;
 mod device_backing;
 mod error;
 pub mod function;
 mod ioctl;
+mod iommu;
 pub mod queue_pair;
 mod vfio_backing;
 

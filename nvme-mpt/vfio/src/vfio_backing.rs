@@ -17,11 +17,11 @@ use std::sync::{Arc, PoisonError};
 use log::{debug, info, warn};
 use vfio_bindings::bindings::vfio as abi;
 
-use super::container::{IommuContext, VfioIommu};
 use super::device_backing::DeviceBacking;
 use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction, VFIO_PCI};
 use super::ioctl::{self, VfioDeviceRegion};
+use super::iommu::{IommuContext, VfioIommu};
 use nvme_driver::ControllerAccess;
 use nvme_guest::iova::{Iommu, IommuMapping};
 use nvme_mpt_memory::sync::RwLock;

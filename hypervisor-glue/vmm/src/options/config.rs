@@ -80,7 +80,7 @@ impl FunctionConfig {
     /// Builds a configuration from options with the [keys](Self::KEYS) and values of option strings.
     ///
     /// # Errors
-    /// As [`Self::from_keys`], [`OptionError::Unknown`] and [`OptionError::Duplicate`].
+    /// [`OptionError::Unknown`] or [`OptionError::Duplicate`] for a key, and all errors of [`Self::from_keys`].
     pub fn from_pairs<K: Into<String>, V: Into<String>>(
         pairs: impl IntoIterator<Item = (K, V)>,
     ) -> Result<Self, OptionError> {

@@ -117,8 +117,8 @@ pub fn required_files(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, O
 }
 
 /// Returns the requirements of a function on the jail of its VMM: files, system calls, descriptors and capabilities. Like
-/// [`required_files`], this leaves the drive to servers if a server has it. The files are not checked: create the ledger's
-/// directory (`state_dir`) before, which [`start`](crate::start) would otherwise create.
+/// [`required_files`], this leaves the drive to servers if a server has it. It does not check that the
+/// files exist. [`start`](crate::start) creates the ledger's directory (`state_dir`), which a sandbox would refuse: create it before.
 ///
 /// # Errors
 /// As [`required_files`].

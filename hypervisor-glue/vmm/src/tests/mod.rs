@@ -153,6 +153,10 @@ impl Vmm for FakeVmm {
     }
 
     fn vcpu_thread(&self, message: MsixMessage) -> Option<ThreadId> {
+        assert!(
+            !message.masked,
+            "the function itself holds masked vectors back"
+        );
         let vcpus = self.0.vcpus.lock().unwrap();
         vcpus.get(&message.address).copied()
     }

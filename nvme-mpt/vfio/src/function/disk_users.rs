@@ -170,7 +170,8 @@ impl KernelController {
 }
 
 impl IommuGroup {
-    /// Returns the processes that have the group or a function of it open, as far as this process can see them.
+    /// Returns the processes that have the file of the group open, or the node of one of its functions, as far as this process can
+    /// see them.
     #[must_use]
     pub fn users(&self, root: &HostRoot) -> Vec<DiskUser> {
         let members = self.members.iter();

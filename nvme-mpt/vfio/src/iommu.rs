@@ -25,7 +25,7 @@ use nvme_guest::iova::{BeforePinning, Iommu, IommuMapping, StuckMappingError};
 use nvme_mpt_memory::sync::{Mutex, RwLock};
 use nvme_mpt_memory::{Mapping, MappingAccess, RawBytes, host_page_size};
 
-/// IOMMU as the driver of a VFIO function uses it: that of VFIO, or a substitute in tests.
+/// IOMMU as the driver of a VFIO function uses it: [`VfioIommu`], or a substitute in tests.
 pub(super) trait IommuContext: Iommu {
     /// Opens the VFIO device of the function.
     fn open_device(&self) -> Result<File, VfioError>;
@@ -51,7 +51,7 @@ pub(super) trait IommuContext: Iommu {
 }
 
 /// Default number of mappings per container (`dma_entry_limit` of `vfio_iommu_type1`). Linux 5.1 to 5.9 do not report the
-/// limit.
+/// limit. iommufd has no limit of its own: this one keeps a VM from filling the kernel's memory, and is shared among VMs.
 const MAPPINGS_MAX: u32 = 65_535;
 
 /// Maximum bytes to map, and so to pin, per call. During the call the kernel holds the container's lock, so other calls that
@@ -129,7 +129,7 @@ fn map_pieces(
     Ok(())
 }
 
-/// IOMMU of a function, by VFIO.
+/// IOMMU of a function that is bound to `vfio-pci`.
 #[derive(Debug)]
 pub(super) struct VfioIommu {
     address: PciAddress,
@@ -139,8 +139,8 @@ pub(super) struct VfioIommu {
     usable_iovas: Vec<RangeInclusive<u64>>,
     /// Smallest page size of the IOMMU, in bytes.
     page_bytes: u64,
-    /// Maximum number of mappings; `None` if there is none.
-    mappings_max: Option<u32>,
+    /// Maximum number of mappings.
+    mappings_max: u32,
 }
 
 /// Files of an IOMMU.
@@ -179,7 +179,7 @@ impl IommuFiles {
     }
 }
 
-/// Returns a function that turns an error of the kernel into the one that names what was attempted.
+/// Converts the kernel's error into one that names the action `what`, for `map_err`.
 fn refused(address: PciAddress, what: &'static str) -> impl FnOnce(io::Error) -> VfioError {
     move |source| VfioError::Refused {
         address,
@@ -336,7 +336,7 @@ impl VfioIommu {
                 0 => host_page_size() as u64,
                 sizes => 1 << sizes.trailing_zeros(),
             },
-            mappings_max: Some(max.map_or(MAPPINGS_MAX, |left| left.saturating_add(mapped))),
+            mappings_max: max.map_or(MAPPINGS_MAX, |left| left.saturating_add(mapped)),
         })
     }
 
@@ -364,7 +364,7 @@ impl VfioIommu {
             files: RwLock::new(Some(files)),
             usable_iovas: info.usable_iovas,
             page_bytes: info.alignment.max(1),
-            mappings_max: None,
+            mappings_max: MAPPINGS_MAX,
         })
     }
 
@@ -386,22 +386,25 @@ impl VfioIommu {
         }
     }
 
-    fn map_error(&self, error: io::Error, len: u64) -> io::Error {
+    fn map_error(&self, files: &IommuFiles, error: io::Error, len: u64) -> io::Error {
         let lock_error = |error| io::Error::new(io::ErrorKind::OutOfMemory, error);
-        match (error.raw_os_error(), self.mappings_max) {
+        match (error.raw_os_error(), files) {
             // iommufd counts the memory of all processes of a user.
-            (Some(libc::ENOMEM), None) => match lock_limit() {
+            (Some(libc::ENOMEM), IommuFiles::Iommufd { .. }) => match lock_limit() {
                 Some(limit) => lock_error(VfioError::MemoryLockOfUser { len, limit }),
                 None => error,
             },
-            (Some(libc::ENOMEM), Some(_)) => match (locked_memory(), lock_limit()) {
-                (Some(locked), Some(limit)) if locked.saturating_add(len) > limit => {
-                    lock_error(VfioError::MemoryLock { len, locked, limit })
+            (Some(libc::ENOMEM), IommuFiles::Type1 { .. }) => {
+                match (locked_memory(), lock_limit()) {
+                    (Some(locked), Some(limit)) if locked.saturating_add(len) > limit => {
+                        lock_error(VfioError::MemoryLock { len, locked, limit })
+                    }
+                    // Mappings are still free, so the kernel has run out of memory.
+                    _ => error,
                 }
-                // Mappings are still free, so the kernel has run out of memory.
-                _ => error,
-            },
-            (Some(libc::ENOSPC), Some(limit)) => {
+            }
+            (Some(libc::ENOSPC), _) => {
+                let limit = self.mappings_max;
                 io::Error::new(io::ErrorKind::StorageFull, VfioError::Mappings { limit })
             }
             _ => error,
@@ -453,7 +456,7 @@ impl Iommu for VfioIommu {
             before_pinning(start..start + len as usize)?;
             files
                 .map(bytes, at, size, writable)
-                .map_err(|error| self.map_error(error, size))
+                .map_err(|error| self.map_error(files, error, size))
         };
         map_pieces(iova, size, map, |mapped| unmap_all(files, iova, mapped))
     }
@@ -486,7 +489,7 @@ impl Iommu for VfioIommu {
     }
 
     fn mappings_max(&self) -> Option<u64> {
-        self.mappings_max.map(u64::from)
+        Some(self.mappings_max.into())
     }
 }
 

@@ -7,9 +7,20 @@ use std::process::ExitStatus;
 use std::time::Duration;
 
 use super::channel::{AgentChannel, AgentChannelError, ScriptJob, ScriptOutput};
-use super::{BOOT_TIMEOUT, GuestError, PANIC_LINES};
+use super::{BOOT_TIMEOUT, GuestError};
 use crate::process::{self, SupervisedChild};
 use crate::vmm::counters::has_host_registers;
+
+/// Maximum number of lines of a kernel's report of a fault or a panic in an error.
+const REPORT_LINES: usize = 70;
+/// Beginnings of a kernel's report of a fault, which ends with a panic.
+const FAULTS: [&str; 5] = [
+    "BUG: ",
+    "Oops: ",
+    "general protection fault",
+    "stack segment: ",
+    "kernel BUG at ",
+];
 
 /// The agent of a guest, and the VMM's process. Dropping it kills the VMM.
 #[derive(Debug)]
@@ -195,18 +206,10 @@ impl GuestAgent {
         self.vmm.kill();
     }
 
-    /// Returns the end of the guest's console. After a kernel panic, returns the panic's first lines, which name the cause.
+    /// Returns the end of the guest's console: see [`end_of_console`].
     pub fn console_tail(&self) -> String {
         let text = fs::read(&self.console).unwrap_or_default();
-        let text = String::from_utf8_lossy(&text);
-        match text.rfind("Kernel panic") {
-            Some(panic) => text[panic..]
-                .lines()
-                .take(PANIC_LINES)
-                .collect::<Vec<_>>()
-                .join("\n"),
-            None => process::tail(&text),
-        }
+        end_of_console(&String::from_utf8_lossy(&text))
     }
 
     /// Returns the end of the VMM's output.
@@ -238,5 +241,50 @@ impl GuestAgent {
             console: self.console_tail(),
             log: self.vmm_log_tail() + "\n" + &process::describe_children(),
         }
+    }
+}
+
+/// Returns the end of a console. If the kernel panicked, returns its report of the fault that caused the panic, or else the
+/// panic's.
+fn end_of_console(text: &str) -> String {
+    let Some(panic) = text.rfind("Kernel panic") else {
+        return process::tail(text);
+    };
+    let fault = FAULTS
+        .iter()
+        .filter_map(|fault| text[..panic].find(fault))
+        .min();
+    text[fault.unwrap_or(panic)..]
+        .lines()
+        .take(REPORT_LINES)
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn report_of_a_fault_is_shown_from_its_first_line() {
+        let text = "[ 1.9] nvme nvme0: pci function\n\
+                    [ 2.0] BUG: unable to handle page fault for address: ffff88\n\
+                    [ 2.0] Oops: Oops: 0002 [#1] PREEMPT SMP\n\
+                    [ 2.0] RIP: 0010:nvme_irq+0x1/0x2\n\
+                    [ 2.0] Kernel panic - not syncing: Fatal exception in interrupt\n";
+        let end = end_of_console(text);
+        assert!(end.starts_with("BUG: unable"), "{end}");
+        assert!(end.contains("RIP: "), "{end}");
+        assert!(end.ends_with("in interrupt"), "{end}");
+    }
+
+    #[test]
+    fn panic_without_a_fault_is_shown_from_its_first_line() {
+        let end = end_of_console("a\nKernel panic - not syncing: No working init found.\nCPU: 0\n");
+        assert_eq!(
+            end,
+            "Kernel panic - not syncing: No working init found.\nCPU: 0"
+        );
+        assert_eq!(end_of_console("a\nb\n"), "a\nb");
     }
 }

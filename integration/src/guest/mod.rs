@@ -48,8 +48,6 @@ pub const ROOT_ARGUMENTS: &str = "root=/dev/nvme0n1 rw init=/init";
 /// for that long. Checks of timeouts set another one.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 panic=-1 no_timer_check \
                                 nvme_core.io_timeout=600 nvme_core.admin_timeout=600";
-/// Maximum number of lines of a kernel panic in an error.
-const PANIC_LINES: usize = 25;
 /// Timeout for QEMU to open its sockets.
 const START_TIMEOUT: Duration = Duration::from_secs(300);
 

@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 
 use figure_data::{FigureData, FigurePanel, FigurePoint, FigureSeries, PlotKind};
 use nvme_guest::EventReader;
+use nvme_guest::rate_limit::{LeaseWeight, RateLimits};
 use nvme_guest::threads::ThreadSpawner;
 use nvme_lease::range::ByteRange;
 use nvme_lease::{LeaseRequest, Ledger, RequestedBytes};
@@ -125,6 +126,8 @@ struct Case {
     write: bool,
     /// Number of extents of the lease, which are not adjacent.
     extents: u64,
+    /// Number of leases among which the queues are divided. The weight of lease n is n.
+    leases: u16,
     /// True if the queues have live state, for a function that may outlive the process.
     has_inflight_file: bool,
 }
@@ -138,7 +141,19 @@ const NULL_4K: Case = Case {
     depth: 32,
     write: false,
     extents: 1,
+    leases: 1,
     has_inflight_file: false,
+};
+
+/// Base case of queues that share a physical drive's only queue pair.
+const SHARED: Case = Case {
+    name: "",
+    drive: CaseDrive::Physical {
+        queue_pairs: 1,
+        max_transfer: 1 << 20,
+    },
+    queues: 8,
+    ..NULL_4K
 };
 
 const CASES: &[Case] = &[
@@ -225,13 +240,24 @@ const CASES: &[Case] = &[
         ..NULL_4K
     },
     Case {
-        name: "vfio-4k-shared",
-        drive: CaseDrive::Physical {
-            queue_pairs: 1,
-            max_transfer: 1 << 20,
-        },
-        queues: 4,
-        ..NULL_4K
+        name: "vfio-4k-2-users",
+        queues: 2,
+        ..SHARED
+    },
+    Case {
+        name: "vfio-4k-8-users",
+        ..SHARED
+    },
+    Case {
+        name: "vfio-4k-8-leases",
+        leases: 8,
+        ..SHARED
+    },
+    Case {
+        name: "vfio-4k-8-leases-full",
+        leases: 8,
+        depth: 256,
+        ..SHARED
     },
     Case {
         name: "vfio-1m-split",
@@ -247,6 +273,7 @@ const CASES: &[Case] = &[
 
 /// A guest's queue pair, the shadow queue that serves it, and the commands to submit.
 struct Lane {
+    local_backend: Arc<LocalBackend>,
     queue: QueuePair,
     shadow: Box<ShadowQueue>,
     commands: Vec<Sqe>,
@@ -257,7 +284,6 @@ struct Lane {
 /// Setup of a case.
 struct Rig {
     lanes: Vec<Lane>,
-    local_backend: Arc<LocalBackend>,
     /// The drive's side of the queue pairs of a physical drive.
     hand_queues: Vec<HandQueue>,
 }
@@ -315,39 +341,58 @@ fn rig(case: &Case) -> Rig {
     let others: Vec<_> = between
         .map(|unit| lease(&format!("at-{unit}"), at(unit * UNIT, UNIT)))
         .collect();
-    let wanted = match case.extents {
-        1 => at(0, bytes),
+    let share = bytes / u64::from(case.leases);
+    let wanted = |number: u64| match case.extents {
+        1 => at(number * share, share),
         extents => RequestedBytes::Size {
             bytes: extents * UNIT,
             unit: UNIT,
             whole: false,
         },
     };
-    let lease = lease("bench", wanted);
-    assert_eq!(lease.extents().parts().len() as u64, case.extents);
+    let leases: Vec<_> = (0..u64::from(case.leases))
+        .map(|number| lease(&format!("bench-{number}"), wanted(number)))
+        .collect();
     drop(others);
-    let config = LocalBackendConfig {
-        lease,
-        drive: drive.clone(),
-        reservation: None,
-        pollers: PollerPool::new(),
-        options: BackendOptions {
-            queue_pairs: 64,
-            doorbells: nvme_guest::DoorbellMode::Shadow,
-            ..BackendOptions::default()
-        },
-    };
-    let parts = match case.has_inflight_file {
-        true => SharedBackendPartsSource::Outliving(EventReader::Trusted),
-        false => SharedBackendPartsSource::Own,
-    };
-    let local_backend = Arc::new(LocalBackend::with_parts(config, parts).unwrap());
-    let guest = AttachedGuest::new(local_backend.clone(), 1 << 30);
-    let blocks = local_backend.namespace().blocks;
-    let lanes: Vec<Lane> = (1..=case.queues)
-        .map(|qid| {
+    let backends: Vec<_> = leases
+        .into_iter()
+        .zip(1..)
+        .map(|(lease, weight)| {
+            assert_eq!(lease.extents().parts().len() as u64, case.extents);
+            let config = LocalBackendConfig {
+                lease,
+                drive: drive.clone(),
+                reservation: None,
+                pollers: PollerPool::new(),
+                options: BackendOptions {
+                    queue_pairs: 64,
+                    doorbells: nvme_guest::DoorbellMode::Shadow,
+                    rates: RateLimits {
+                        weight: LeaseWeight::try_from(weight).ok(),
+                        ..RateLimits::default()
+                    },
+                    ..BackendOptions::default()
+                },
+            };
+            let parts = match case.has_inflight_file {
+                true => SharedBackendPartsSource::Outliving(EventReader::Trusted),
+                false => SharedBackendPartsSource::Own,
+            };
+            Arc::new(LocalBackend::with_parts(config, parts).unwrap())
+        })
+        .collect();
+    let guests: Vec<_> = backends
+        .iter()
+        .map(|backend| AttachedGuest::new(backend.clone(), 1 << 30))
+        .collect();
+    let lanes: Vec<Lane> = (0..case.queues)
+        .map(|number| {
+            let function = usize::from(number % case.leases);
+            let (local_backend, guest) = (&backends[function], &guests[function]);
+            let qid = number / case.leases + 1;
+            let blocks = local_backend.namespace().blocks;
             let queue = guest.queue_pair(qid, ENTRIES, None);
-            let mut rng = Rng::new(u64::from(qid));
+            let mut rng = Rng::new(u64::from(number));
             let mut guests = Vec::new();
             let data: Vec<_> = (0..case.depth)
                 .map(|_| {
@@ -372,6 +417,7 @@ fn rig(case: &Case) -> Rig {
                 .collect();
             let shadow = local_backend.take_queue(QueueId(qid)).unwrap();
             Lane {
+                local_backend: local_backend.clone(),
                 queue,
                 shadow,
                 commands,
@@ -385,7 +431,6 @@ fn rig(case: &Case) -> Rig {
     Rig {
         hand_queues: hands.collect(),
         lanes,
-        local_backend,
     }
 }
 
@@ -509,15 +554,14 @@ fn nanoseconds(case: &Case, commands: usize) -> f64 {
 }
 
 fn finish(rig: Rig) {
-    let Rig {
-        lanes,
-        local_backend,
-        ..
-    } = rig;
-    for lane in lanes {
-        local_backend.return_queue(lane.shadow).unwrap();
+    let mut backends = Vec::new();
+    for lane in rig.lanes {
+        lane.local_backend.return_queue(lane.shadow).unwrap();
+        backends.push(lane.local_backend);
     }
-    local_backend.reset().unwrap();
+    for local_backend in backends {
+        local_backend.reset().unwrap();
+    }
 }
 
 /// Returns instructions per command inside the device, measured by callgrind. The result is the difference of two runs of
@@ -556,6 +600,7 @@ fn label(case: &Case) -> String {
     for (is_so, text) in [
         (case.queues > 1, queues + &pairs),
         (case.extents > 1, extents),
+        (case.leases > 1, format!(", {} leases", case.leases)),
         (case.has_inflight_file, ", in a VMM".to_owned()),
     ] {
         label += if is_so { &text } else { "" };

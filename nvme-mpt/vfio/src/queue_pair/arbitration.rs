@@ -28,7 +28,7 @@ const BYTE_TIME: u64 = 1 << 32;
 #[derive(Debug)]
 pub struct LeaseShare {
     reservation: Option<u64>,
-    /// Number of outstanding commands of all queues of the lease that went through arbitration. Updated once per batch.
+    /// Number of outstanding commands of all queues of the lease, without those of lone users. Updated once per batch.
     outstanding: AtomicU32,
     /// Virtual time that one byte takes at the lease's weight.
     time_per_byte: AtomicU64,
@@ -86,6 +86,12 @@ impl LeaseShare {
     pub(super) fn count_submitted(&self, commands: u32) -> u32 {
         let before = self.outstanding.fetch_add(commands, Ordering::Relaxed);
         before.saturating_add(commands)
+    }
+
+    /// Returns the number of outstanding commands of all queues of the lease, without those of lone users.
+    #[inline]
+    pub(super) fn outstanding(&self) -> u32 {
+        self.outstanding.load(Ordering::Relaxed)
     }
 
     /// Counts commands of the lease that have completed or were dropped.

@@ -220,7 +220,7 @@ pub(super) struct InFlightCommands {
 }
 
 /// Number that stands for no user.
-const NO_USER: u16 = u16::MAX;
+pub(super) const NO_USER: u16 = u16::MAX;
 
 impl InFlightCommands {
     /// Creates tables for at most `capacity` in-flight commands. `capacity` must be less than 1024.
@@ -323,6 +323,7 @@ impl InFlightCommands {
     }
 
     /// Adds a command to the special table and returns its identifier. Returns `None` if the table is full.
+    #[inline]
     pub(super) fn insert_special(
         &mut self,
         command: InFlightCommand,
@@ -336,6 +337,22 @@ impl InFlightCommands {
         *self.records.get_mut(index)? = command;
         self.in_flight += 1;
         Some(entry.occupy(now))
+    }
+
+    /// Removes a completed whole command of a heavy user from the special table, and returns its record. Returns `None` if no
+    /// such command has this identifier, or if that command has flags; then [`Self::remove`] may remove it.
+    #[inline]
+    pub(super) fn remove_heavy(&mut self, cid: CommandId) -> Option<InFlightCommand> {
+        let index = usize::from(cid.0 & INDEX_MASK);
+        let (entry, command) = (self.special.get_mut(index)?, *self.records.get(index)?);
+        let is_it = cid.0 & SPECIAL != 0 && entry.tag == CommandIdTag(cid.0.into());
+        if !is_it || command.child.is_some() || command.class != CommandClass::HEAVY {
+            return None;
+        }
+        entry.tag = CommandIdTag::free_after(cid);
+        self.in_flight -= 1;
+        self.free.push(cid.0 & INDEX_MASK);
+        Some(command)
     }
 
     /// Removes a completed plain command and returns its slot. Returns `None` if no in-flight command has this identifier, or

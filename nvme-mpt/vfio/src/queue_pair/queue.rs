@@ -100,10 +100,10 @@ impl VfioQueue {
             // The thread that holds the lock distributes the completions of this queue as well.
             return;
         };
-        if core.can_submit_directly(self.user) {
-            self.outstanding -= core.reap_directly(&clock, &mut taker) as u32;
+        if core.is_lone(self.user) {
+            self.outstanding -= core.reap_lone(&clock, &mut taker) as u32;
         } else {
-            core.reap(&clock);
+            self.outstanding -= core.reap_shared(self.user, &clock, &mut taker);
         }
         core.swap_done(self.user, &mut self.ready);
         drop(core);
@@ -212,11 +212,34 @@ pub struct VfioBatch<'a> {
 
 /// State of a batch whose commands go directly to the ring, while it holds the pair's lock.
 #[derive(Debug)]
-struct DirectSubmission<'a> {
-    core: MutexGuard<'a, QueuePairCore>,
-    limit: UnsplitLimit,
-    /// Tail that the ring had before the first command that is not counted yet.
-    tail: u32,
+enum DirectSubmission<'a> {
+    /// Commands of a lone user.
+    Lone {
+        core: MutexGuard<'a, QueuePairCore>,
+        limit: UnsplitLimit,
+        /// Tail that the ring had before the first command that is not counted yet.
+        tail: u32,
+    },
+    /// Commands of one of several users.
+    Shared(MutexGuard<'a, QueuePairCore>),
+}
+
+impl<'a> DirectSubmission<'a> {
+    /// Counts the commands of a batch that were taken from the guest at time `taken`. Returns the pair's state and the number
+    /// of commands.
+    #[inline]
+    fn count(self, taken: Ticks) -> (MutexGuard<'a, QueuePairCore>, u32) {
+        match self {
+            Self::Lone { mut core, tail, .. } => {
+                let count = core.count_lone(tail);
+                (core, count)
+            }
+            Self::Shared(mut core) => {
+                let count = core.count_shared(taken);
+                (core, count)
+            }
+        }
+    }
 }
 
 impl VfioBatch<'_> {
@@ -231,10 +254,11 @@ impl VfioBatch<'_> {
 impl HostBatch for VfioBatch<'_> {
     #[inline]
     fn announce(&mut self, count: u32, taken: Ticks) {
-        self.taken_at = taken;
+        let before = std::mem::replace(&mut self.taken_at, taken);
         let mut core = match self.direct.take() {
-            Some(DirectSubmission { mut core, tail, .. }) => {
-                *self.outstanding += core.count_direct(tail) as u32;
+            Some(direct) => {
+                let (core, count) = direct.count(before);
+                *self.outstanding += count;
                 core
             }
             // If the lock is taken, usually another user of the pair holds it.
@@ -243,9 +267,11 @@ impl HostBatch for VfioBatch<'_> {
                 None => return,
             },
         };
-        if let Some(limit) = core.direct_limit(self.user, count, taken) {
+        if let Some(limit) = core.permit_lone(self.user, count, taken) {
             let tail = core.rings.tail();
-            self.direct = Some(DirectSubmission { core, limit, tail });
+            self.direct = Some(DirectSubmission::Lone { core, limit, tail });
+        } else if core.permit_shared(self.user, count, taken) {
+            self.direct = Some(DirectSubmission::Shared(core));
         } else {
             core.rings.ring_sq();
         }
@@ -253,14 +279,16 @@ impl HostBatch for VfioBatch<'_> {
 
     #[inline(always)]
     fn submit(&mut self, sqe: &Sqe) {
-        if let Some(direct) = &mut self.direct
-            && direct
-                .core
-                .submit_directly(sqe, direct.limit, self.taken_at)
-        {
-            return;
+        let is_submitted = match &mut self.direct {
+            Some(DirectSubmission::Lone { core, limit, .. }) => {
+                core.submit_lone(sqe, *limit, self.taken_at)
+            }
+            Some(DirectSubmission::Shared(core)) => core.submit_shared(sqe, self.taken_at),
+            None => false,
+        };
+        if !is_submitted {
+            self.stage(sqe);
         }
-        self.stage(sqe);
     }
 
     #[inline]
@@ -274,8 +302,9 @@ impl HostBatch for VfioBatch<'_> {
             direct,
             taken_at: taken,
         } = self;
-        if let Some(DirectSubmission { mut core, tail, .. }) = direct {
-            *outstanding += core.count_direct(tail) as u32;
+        if let Some(direct) = direct {
+            let (mut core, count) = direct.count(taken);
+            *outstanding += count;
             core.rings.ring_sq();
         }
         if !staged.is_empty() {

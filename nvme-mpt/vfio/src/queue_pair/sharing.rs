@@ -155,10 +155,10 @@ impl QueuePairSharing {
     }
 
     /// Counts heavy users' bytes that completed.
-    pub(super) fn on_heavy_completed(&mut self, weight: u32, now: Option<Ticks>) {
-        self.heavy_bytes -= u64::from(weight);
-        self.completed_bytes += u64::from(weight);
-        self.governor.on_heavy_completed(weight.into(), now);
+    pub(super) fn on_heavy_completed(&mut self, weight: u64, now: Option<Ticks>) {
+        self.heavy_bytes -= weight;
+        self.completed_bytes += weight;
+        self.governor.on_heavy_completed(weight, now);
     }
 
     /// Reports to the governor whether heavy commands wait on this pair. Does nothing if that is known.

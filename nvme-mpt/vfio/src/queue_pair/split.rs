@@ -42,6 +42,11 @@ impl UnsplitLimit {
         }
     }
 
+    /// Returns the limit in bytes.
+    pub(super) fn bytes(self) -> u64 {
+        self.bytes
+    }
+
     /// Returns the number of bytes that a Read, Write or Compare transfers; 0 for all other commands.
     #[inline]
     pub(super) fn data_len(&self, sqe: &Sqe) -> u64 {

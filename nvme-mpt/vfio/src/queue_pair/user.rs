@@ -12,7 +12,7 @@ use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::sqe::Sqe;
 
 /// Minimum number of bytes by which a command counts in arbitration, even without data.
-const WEIGHT_MIN: u64 = 4096;
+pub(super) const WEIGHT_MIN: u64 = 4096;
 
 /// A command that waits for dispatch. Its Command Identifier is its slot number in the user's queue.
 #[derive(Clone, Copy, Debug)]
@@ -123,12 +123,14 @@ impl QueuePairUser {
     pub(super) fn swap_done(&mut self, ready: &mut Vec<HostCompletion>) {
         std::mem::swap(&mut self.done, ready);
         if !ready.is_empty() {
-            self.count_completed(ready.len() as u32);
+            let uncounted = std::mem::take(&mut self.uncounted);
+            self.count_completed((ready.len() as u32).saturating_sub(uncounted));
         }
     }
 
-    fn count_completed(&mut self, done: u32) {
-        let ended = done.saturating_sub(std::mem::take(&mut self.uncounted));
+    /// Counts completions of commands that [`Self::count_submitted`] has counted.
+    #[inline]
+    pub(super) fn count_completed(&mut self, ended: u32) {
         let ended = ended.min(self.counted);
         self.counted -= ended;
         self.queue.lease.count_ended(ended);

@@ -1,5 +1,6 @@
 //! Queues that join a queue pair, leave it, and share it.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,6 +11,7 @@ use nvme_mpt::host::{HostCompletion, HostQueue};
 use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::ids::CommandId;
 use nvme_spec::opcode::NvmOpcode;
+use nvme_spec::sqe::Sqe;
 use nvme_spec::status::Status;
 
 #[test]
@@ -287,5 +289,48 @@ fn zeroes_go_in_parts_while_a_quiet_member_is_there() {
     assert_eq!(done, [(3, Status::SUCCESS)]);
     assert_eq!(covered, 1000 + BLOCKS);
     assert!(pair.stats().children > 10, "{:?}", pair.stats());
+    assert_eq!(pair.in_flight(), 0);
+}
+
+/// Reads of 128 KiB in the given slots, whose block addresses begin at `slba`.
+fn large_reads(slots: Range<u16>, slba: u64) -> Vec<Sqe> {
+    slots
+        .map(|slot| command(NvmOpcode::READ, slot, slba, 256))
+        .collect()
+}
+
+#[test]
+fn commands_that_go_to_a_shared_ring_directly_count_in_the_window() {
+    let (mut drive, pair) = FakeDrive::new(256, u64::MAX, false);
+    let lender = HostMemoryFixture::new(1);
+    let share = LeaseShare::new(None);
+    let mut one = pair.join_lease(100, 9, &share);
+    let mut other = pair.join_lease(100, 9, &LeaseShare::new(None));
+    submit(&mut other, &lender, &large_reads(0..8, 1000));
+    submit(&mut one, &lender, &large_reads(0..40, 0));
+    submit(&mut one, &lender, &large_reads(40..60, 0));
+    assert_eq!(share.outstanding(), 60);
+    // The window has 8 MiB: 64 of the 68 commands.
+    assert_eq!(drive.fetch(), 64);
+    let heavy_bytes = || pair.shared.lock().sharing.heavy_bytes();
+    assert_eq!(heavy_bytes(), 8 << 20);
+    // While commands wait, another user's commands do not pass them: both users take turns.
+    submit(&mut other, &lender, &large_reads(8..12, 1000));
+    assert_eq!(drive.fetch(), 0);
+    for _ in 0..4 {
+        drive.complete(0, Status::SUCCESS);
+    }
+    assert_eq!(reap(&mut one).len(), 0, "all are the other user's");
+    assert_eq!(drive.fetch(), 4);
+    let next = drive.commands[60..].iter().map(Sqe::cdw10_11);
+    assert_eq!(next.filter(|slba| *slba == 1000).count(), 2, "of four");
+    let mut done = reap(&mut other).len();
+    while !drive.commands.is_empty() {
+        drive.complete(0, Status::SUCCESS);
+        done += reap(&mut one).len() + reap(&mut other).len();
+        drive.fetch();
+    }
+    assert_eq!(done, 72);
+    assert_eq!((heavy_bytes(), share.outstanding()), (0, 0));
     assert_eq!(pair.in_flight(), 0);
 }

@@ -10,23 +10,27 @@
 //! While a light user is active on any pair of the drive, or while the drive is [contended](super::survey), commands of lone
 //! users go through arbitration, too.
 
+mod direct;
+
 use std::sync::{Arc, Weak};
+
+use direct::SharedPermit;
 
 use super::QueuePairInner;
 use super::binding::{CurrentQueuePair, NewQueuePairUser, QueueMigrations, QueuePairBinding};
 use super::governor::{DriveGovernor, QueuePairWindow};
 use super::held_back_users::HeldBackUsers;
 use super::inflight::{
-    CompletionOutcome, InFlightCommand, InFlightCommands, InFlightSample, LateCommand, PLAIN_SLOTS,
+    CompletionOutcome, InFlightCommand, InFlightCommands, InFlightSample, LateCommand, NO_USER,
+    PLAIN_SLOTS,
 };
 use super::inflight_bound;
 use super::rings::{PairDoorbells, VfioQueuePairRings};
 use super::sharing::QueuePairSharing;
-use super::split::UnsplitLimit;
 use super::stats::PairStats;
 use super::user::{QueuePairUser, WaitingCommand};
 use nvme_guest::adaptive::CommandClass;
-use nvme_mpt::host::{CompletionTaker, HostCompletion, HostMemory};
+use nvme_mpt::host::{HostCompletion, HostMemory};
 use nvme_mpt_memory::clock::Ticks;
 use nvme_spec::cqe::Cqe;
 use nvme_spec::opcode::NvmOpcode;
@@ -102,6 +106,8 @@ pub(super) struct QueuePairCore {
     /// Value of the pair's command counter at the drive monitor's last survey.
     pub(super) surveyed_commands: u64,
     held_back: HeldBackUsers,
+    /// Permission of the batch that holds the pair's lock; `None` without one.
+    shared_permit: Option<SharedPermit>,
     /// Number of calls of [`Self::is_held_back`], by which tests bound the cost of a poll.
     #[cfg(test)]
     pub(super) held_back_checks: std::cell::Cell<u64>,
@@ -131,6 +137,7 @@ impl QueuePairCore {
             sharing: QueuePairSharing::new(governor),
             surveyed_commands: 0,
             held_back: HeldBackUsers::default(),
+            shared_permit: None,
             #[cfg(test)]
             held_back_checks: std::cell::Cell::default(),
             state: QueuePairState::Running,
@@ -368,19 +375,6 @@ impl QueuePairCore {
         self.inflight.plain_count()
     }
 
-    /// Returns whether the user's commands can go directly to the ring. This requires that all completions in the ring belong
-    /// to this user.
-    #[inline]
-    pub(super) fn can_submit_directly(&self, number: u16) -> bool {
-        self.has_lone_user
-            && self.state == QueuePairState::Running
-            && self
-                .users
-                .get(usize::from(number))
-                .and_then(Option::as_deref)
-                .is_some_and(|user| user.waiting.is_empty() && user.done.is_empty())
-    }
-
     /// Returns the maximum size in bytes of a command that goes directly to the ring.
     fn direct_bytes_max(&self) -> u64 {
         match self.sharing.heavy_bytes_max {
@@ -411,44 +405,6 @@ impl QueuePairCore {
         )
     }
 
-    /// Returns the maximum size of a command that this user may now [submit directly](Self::submit_directly). Returns `None` if
-    /// `count` commands cannot go directly to the ring now.
-    #[inline]
-    pub(super) fn direct_limit(
-        &mut self,
-        number: u16,
-        count: u32,
-        now: Ticks,
-    ) -> Option<UnsplitLimit> {
-        let can = self.can_submit_directly(number)
-            && !self.sharing.governor.is_direct_disabled(now)
-            && count as usize <= self.inflight.free_count()
-            && self.inflight.acquire_plain_table(number);
-        can.then(|| self.user(number).map(|user| user.direct_limit))
-            .flatten()
-    }
-
-    /// Writes a user's command into the ring, without arbitration. Returns false if the command exceeds `limit`, so that it
-    /// must be split.
-    #[inline(always)]
-    pub(super) fn submit_directly(&mut self, sqe: &Sqe, limit: UnsplitLimit, now: Ticks) -> bool {
-        if !limit.is_whole(sqe) {
-            return false;
-        }
-        let cid = self.inflight.insert_plain(sqe.cid().0, now);
-        self.rings.push(sqe, cid);
-        true
-    }
-
-    /// Counts the commands that were submitted directly since the ring's tail was `tail`. Returns their number.
-    #[inline]
-    pub(super) fn count_direct(&mut self, tail: u32) -> usize {
-        let count = self.rings.written_since(tail);
-        self.inflight.count_inserted_plain(count);
-        self.stats.commands += count as u64;
-        count
-    }
-
     /// Queues a user's commands for arbitration and dispatches as many as possible. `outstanding` is the user's number of
     /// incomplete commands, including the new ones.
     #[inline(never)]
@@ -463,6 +419,7 @@ impl QueuePairCore {
         let is_light_present = self.sharing.governor.is_light_active(now);
         let is_contended = is_light_present || self.sharing.governor.is_contended(now);
         let is_governed = self.users_total > 1 || is_contended;
+        let heavy_ticks = self.heavy_ticks();
         let Self {
             users,
             sharing,
@@ -491,8 +448,7 @@ impl QueuePairCore {
             .max()
             .unwrap_or(0);
         if !is_governed || CommandClass::is_heavy(outstanding, longest) {
-            // The user stays heavy for a while, so that it does not count as light between two bursts.
-            user.heavy_until = Ticks(now.0.saturating_add(sharing.governor.activity_ticks() / 10));
+            user.heavy_until = Ticks(now.0.saturating_add(heavy_ticks));
         }
         let is_light = now > user.heavy_until && user.waiting.is_empty();
         for sqe in staged {
@@ -538,6 +494,11 @@ impl QueuePairCore {
             sharing.on_command_arrived(number, is_light, now);
         }
         self.dispatch(now);
+    }
+
+    /// Returns the time for which a user stays heavy, so that it does not count as light between two bursts.
+    fn heavy_ticks(&self) -> u64 {
+        self.sharing.governor.activity_ticks() / 10
     }
 
     /// Returns whether [`Self::dispatch`] may find commands to send.
@@ -742,55 +703,10 @@ impl QueuePairCore {
         true
     }
 
-    /// Passes the completions of a lone user directly to `taker`, and returns their number. Completions of commands that went
-    /// through arbitration are stored until [`Self::swap_done`] instead.
-    #[inline(always)]
-    pub(super) fn reap_directly(
-        &mut self,
-        clock: impl Fn() -> Ticks,
-        taker: &mut impl CompletionTaker,
-    ) -> usize {
-        let head = self.rings.head();
-        // The loop ends even if the drive posts without end, because each command completes only once.
-        let other = loop {
-            let Some(entry) = self.rings.next() else {
-                break None;
-            };
-            let Some(slot) = self.inflight.remove_plain(entry.cid()) else {
-                break Some(entry);
-            };
-            taker.take(HostCompletion {
-                slot,
-                status: entry.status(),
-                dw0: entry.dw0(),
-            });
-        };
-        let taken = self.rings.taken_since(head);
-        let count = match other {
-            None => taken,
-            // If the drive ignores the queue's limits, a whole round of entries may have been taken, and `taken_since` returns
-            // 0 for it.
-            Some(_) => taken.checked_sub(1).unwrap_or(self.inflight.capacity()),
-        };
-        self.inflight.count_removed_plain(count);
-        if let Some(entry) = other {
-            self.process_completions(Some(entry), || Some(clock()));
-        }
-        self.rings.ring_cq();
-        count
-    }
-
     /// Distributes the drive's completions to the users and dispatches waiting commands.
     #[inline]
     pub(super) fn reap(&mut self, clock: impl Fn() -> Ticks) {
-        if self.state != QueuePairState::Running {
-            return;
-        }
-        self.process_completions(None, || Some(clock()));
-        self.rings.ring_cq();
-        if self.can_dispatch() {
-            self.dispatch(clock());
-        }
+        self.reap_shared(NO_USER, clock, &mut |_| {});
     }
 
     /// Distributes the entries of the Completion Queue to the users. `first` is an entry that the caller has already taken from
@@ -845,7 +761,7 @@ impl QueuePairCore {
     ) -> Option<HostCompletion> {
         let slot = command.slot;
         if command.class == CommandClass::HEAVY {
-            self.sharing.on_heavy_completed(command.weight, now);
+            self.sharing.on_heavy_completed(command.weight.into(), now);
         } else {
             self.sharing
                 .governor

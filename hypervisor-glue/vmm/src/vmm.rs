@@ -41,8 +41,12 @@ impl VmmError {
 pub trait Vmm: fmt::Debug + Send + Sync {
     /// Maps `memory` at `gpa` into the guest. From then on, the guest's accesses there do not trap.
     ///
+    /// Called with the doorbells in BAR0, if the guest may store to them (`doorbells=auto` without a Doorbell Buffer, or
+    /// `mapped`): when its writes of I/O doorbells exit often, or with pollers that never sleep, as soon as it has I/O queues.
+    /// When BAR0 moves, they are unmapped first.
+    ///
     /// # Errors
-    /// The memory cannot be mapped there.
+    /// The memory cannot be mapped there. The function does not try again: doorbell writes exit to the VMM.
     fn map(&self, gpa: Gpa, memory: &Arc<Mapping>) -> Result<(), VmmError>;
 
     /// Unmaps memory that [`Self::map`] mapped. When this returns, accesses trap to the VMM, and the memory contains all
@@ -55,8 +59,11 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     /// Registers `eventfd` as an ioeventfd: a guest's write to `address`, of any size, signals `eventfd` and does not trap. The
     /// written value is lost.
     ///
+    /// Called for each doorbell of the I/O queues of a guest with a Doorbell Buffer: when the guest creates a queue or sets up
+    /// the buffer, when BAR0 moves, and when another poller gets the queue, whose eventfd then replaces the earlier one.
+    ///
     /// # Errors
-    /// The hypervisor cannot watch the address.
+    /// The hypervisor cannot watch the address. The function continues with the ioeventfds that it has.
     fn register_ioeventfd(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
 
     /// Unregisters an ioeventfd of [`Self::register_ioeventfd`]. When this returns, writes trap to the VMM.

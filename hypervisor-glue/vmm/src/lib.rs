@@ -158,7 +158,7 @@ pub use nvme_guest::threads::ThreadWork;
 pub use nvme_guest::{AnonymousRegion, DirtyRange, DmaError, Gpa, MemoryRegion, VmmMapping};
 pub use nvme_mpt::PollerPool;
 pub use nvme_mpt_memory::processors::ThreadId;
-pub use nvme_mpt_memory::{Mapping, MappingAccess};
+pub use nvme_mpt_memory::{FilePlace, Mapping, MappingAccess, RawBytes, RawWords};
 pub use start::{StartError, start, start_in_loop};
 pub use vmm::{IntxPin, Vmm, VmmError, VmmVectors, poller_pool};
 pub use vmm_device::{Bar, BarMove, FunctionState, FunctionStateError, MsixMessage};

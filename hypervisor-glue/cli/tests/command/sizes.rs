@@ -244,7 +244,7 @@ fn leases_by_size_use_gaps_between_other_ranges() {
             "id=d,size=1M,unit=1M,range=6M+1M",
             &["\"range\" and \"size\""],
         ),
-        ("size=1M,unit=1M", &["needs id= (or lease=)"]),
+        ("size=1M,unit=1M", &["needs lease="]),
         ("id=d,lease=d,size=1M,unit=1M", &["\"id\" and \"lease\""]),
         (
             "id=d,size=1M,unit=1M,data=keep",

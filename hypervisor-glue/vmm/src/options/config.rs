@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use nvme_models::DriveProfile;
 use nvme_mpt_lease_protocol::sockets_dir;
-use serde::de::{Error, MapAccess, Visitor};
+use serde::de::{DeserializeSeed, Error, MapAccess, Unexpected, Visitor};
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -80,7 +80,8 @@ impl FunctionConfig {
     /// Builds a configuration from options with the [keys](Self::KEYS) and values of option strings.
     ///
     /// # Errors
-    /// [`OptionError::Unknown`] or [`OptionError::Duplicate`] for a key, and all errors of [`Self::from_keys`].
+    /// [`OptionError::Unknown`], [`OptionError::IdForLease`] or [`OptionError::Duplicate`] for a key, and all errors of
+    /// [`Self::from_keys`].
     pub fn from_pairs<K: Into<String>, V: Into<String>>(
         pairs: impl IntoIterator<Item = (K, V)>,
     ) -> Result<Self, OptionError> {
@@ -88,6 +89,9 @@ impl FunctionConfig {
             .into_iter()
             .map(|(key, value)| (key.into(), value.into()));
         let text = OptionText::from_pairs(pairs)?;
+        if text.get("id").is_some() {
+            return Err(OptionError::IdForLease);
+        }
         text.reject_unknown(Self::KEYS.iter().copied())?;
         Self::from_keys(|key| text.get(key).map(str::to_owned))
     }
@@ -117,7 +121,11 @@ impl FunctionConfig {
                         omitted.push((key.to_owned(), value));
                         continue;
                     }
-                    Err(source) => return Err(OptionError::Value { key, value, source }),
+                    Err(no_number) => {
+                        // The option's own parser says which numbers it accepts.
+                        let source = option.check_value(&value).err().unwrap_or(no_number);
+                        return Err(OptionError::Value { key, value, source });
+                    }
                 }
             }
             pairs.push((key.to_owned(), value));
@@ -259,10 +267,11 @@ impl<'de> Visitor<'de> for FunctionConfigVisitor {
             let option = OPTIONS.iter().find(|option| option.help.key == key);
             let is_new = match option.filter(|_| key != "id") {
                 None if key == STATE_DIR_KEY => state_dir.replace(map.next_value()?).is_none(),
+                None if key == "id" => return Err(Error::custom(OptionError::IdForLease)),
                 None => return Err(Error::unknown_field(&key, FunctionConfig::KEYS)),
                 Some(option) if option.number.is_some() => {
-                    let value: Option<u64> = map.next_value()?;
-                    let value = value.map(|number| number.to_string());
+                    let number = map.next_value_seed(NumberReader(option.help.key))?;
+                    let value = number.map(|number| number.to_string());
                     values.insert(option.help.key, value).is_none()
                 }
                 Some(option) => {
@@ -282,6 +291,48 @@ impl<'de> Visitor<'de> for FunctionConfigVisitor {
             text: OptionText::from_pairs(given).map_err(Error::custom)?,
             state_dir: state_dir.unwrap_or_else(|| STATE_DIR.into()),
         })
+    }
+}
+
+/// Reader of the number of the option with this key; `None` for null. An error names the option.
+struct NumberReader(&'static str);
+
+impl<'de> DeserializeSeed<'de> for NumberReader {
+    type Value = Option<u64>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_option(self)
+    }
+}
+
+impl<'de> Visitor<'de> for NumberReader {
+    type Value = Option<u64>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a whole number for the option \"{}\"", self.0)
+    }
+
+    fn visit_none<E: Error>(self) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_u64(self)
+    }
+
+    fn visit_u64<E: Error>(self, number: u64) -> Result<Self::Value, E> {
+        Ok(Some(number))
+    }
+
+    fn visit_i64<E: Error>(self, number: i64) -> Result<Self::Value, E> {
+        match u64::try_from(number) {
+            Ok(number) => Ok(Some(number)),
+            Err(_) => Err(E::invalid_value(Unexpected::Signed(number), &self)),
+        }
     }
 }
 
@@ -396,12 +447,24 @@ mod tests {
     #[test]
     fn unknown_and_repeated_keys_are_refused() {
         let read = |text: &str| serde_json::from_str::<FunctionConfig>(text);
-        for wrong in ["rang", "id", "RANGE", "doorbell_stride", "doorbells "] {
+        for wrong in ["rang", "RANGE", "doorbell_stride", "doorbells "] {
             let error = read(&format!(r#"{{"path":"memory:64M","{wrong}":"0+8M"}}"#));
             let error = error.expect_err(wrong).to_string();
             assert!(
                 error.contains(&format!("unknown field `{wrong}`")),
                 "{error}"
+            );
+        }
+        let of_a_device = config(&[("path", "memory:64M"), ("id", "nvme0")]).expect_err("id");
+        for message in [
+            of_a_device.to_string(),
+            read(r#"{"path":"memory:64M","id":"nvme0"}"#)
+                .expect_err("id")
+                .to_string(),
+        ] {
+            assert!(
+                message.contains("the id of the lease is lease=ID"),
+                "{message}"
             );
         }
         // A repeated key is refused.

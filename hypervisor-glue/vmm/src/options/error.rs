@@ -58,6 +58,9 @@ pub enum OptionError {
         /// The known keys, as text for the error message.
         allowed: String,
     },
+    /// A VMM's configuration has the key `id`, which names devices there.
+    #[error("There is no option \"id\" here: the id of the lease is lease=ID")]
+    IdForLease,
     /// A mandatory option is missing.
     #[error("Option \"{key}\" is missing: add {key}={example}")]
     Missing {

@@ -246,7 +246,7 @@ impl FunctionOptions {
         }
         match &self.id {
             None => requires(
-                "id= (or lease=)",
+                "lease= (or id= on a server)",
                 "only its name identifies the lease at the next start",
             ),
             Some(_) => Ok(()),

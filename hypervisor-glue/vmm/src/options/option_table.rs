@@ -79,6 +79,11 @@ pub struct FunctionOption {
 type OptionCondition = fn(&FunctionOptions) -> bool;
 
 impl FunctionOption {
+    /// Checks a value without regard to other options.
+    pub(super) fn check_value(&self, text: &str) -> Result<(), ValueError> {
+        (self.set)(&mut FunctionOptions::new(DrivePath::Null(0)), text)
+    }
+
     const fn of(self, scope: OptionScope) -> Self {
         Self { scope, ..self }
     }
@@ -186,7 +191,7 @@ or lease=. `nvme-mpt resize` makes it larger while its guest runs",
         "N",
         "I/O queue pairs of a physical drive that belong to this function alone, at most those
 of queues= [default: 0]",
-        |options, text| set_value(&mut options.reserve, text.parse()),
+        |options, text| set_value(&mut options.reserve, parse_reserve(text)),
     )
     .with_number(parse_number)
     .refused_for(&[(
@@ -622,12 +627,19 @@ fn parse_queues(text: &str) -> Result<u16, String> {
         .ok_or_else(|| format!("A function has 1 to {MAX_QUEUE_PAIRS} I/O queue pairs"))
 }
 
+fn parse_reserve(text: &str) -> Result<u16, String> {
+    let pairs: Option<u16> = text.parse().ok();
+    pairs.ok_or_else(|| {
+        format!("A function has 0 to {MAX_QUEUE_PAIRS} queue pairs for itself alone")
+    })
+}
+
 fn parse_namespace(text: &str) -> Result<Nsid, &'static str> {
     text.parse()
         .ok()
         .filter(|nsid| (1..Nsid::BROADCAST.0).contains(nsid))
         .map(Nsid)
-        .ok_or("A namespace has a number from 1 on; `nvme-mpt drives` shows them")
+        .ok_or("A namespace is a number from 1 to 4294967294; `nvme-mpt drives` shows them")
 }
 
 fn parse_format(text: &str) -> Result<bool, &'static str> {
@@ -653,7 +665,7 @@ fn parse_timeout(text: &str) -> Result<Option<Duration>, String> {
 
 fn parse_seconds(text: &str) -> Result<Duration, String> {
     let seconds: Result<u32, _> = text.parse();
-    let seconds = seconds.map_err(|_| "It is a number of whole seconds".to_owned())?;
+    let seconds = seconds.map_err(|_| format!("It is 0 to {} whole seconds", u32::MAX))?;
     Ok(Duration::from_secs(seconds.into()))
 }
 

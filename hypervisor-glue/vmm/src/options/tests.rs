@@ -16,6 +16,7 @@ use nvme_software::MemoryAllocationTime;
 use nvme_spec::ids::Nsid;
 use nvme_vfio::ArbitrationChoice;
 
+use super::option_table::{FunctionOption, OPTIONS};
 use super::*;
 use crate::drives::{DriveOptions, LbaSize};
 
@@ -311,7 +312,7 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=/d,reconnect=soon",
-            "Option \"reconnect\" cannot be \"soon\"\n  It is a number of whole seconds",
+            "Option \"reconnect\" cannot be \"soon\"\n  It is 0 to 4294967295 whole seconds",
         ),
         (
             "path=memory:1G,reconnect=5",
@@ -354,11 +355,11 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=0000:01:00.0,reserve=some",
-            "Option \"reserve\" cannot be \"some\"\n  invalid digit found in string",
+            "Option \"reserve\" cannot be \"some\"\n  A function has 0 to 1024 queue pairs for itself alone",
         ),
         (
             "path=/d,size=1G",
-            "Option \"size=1G\" needs id= (or lease=): only its name identifies the lease at the next start; add \
+            "Option \"size=1G\" needs lease= (or id= on a server): only its name identifies the lease at the next start; add \
              that, or leave it out",
         ),
         (
@@ -380,8 +381,8 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=0000:01:00.0,namespace=0",
-            "Option \"namespace\" cannot be \"0\"\n  A namespace has a number from 1 on; \
-             `nvme-mpt drives` shows them",
+            "Option \"namespace\" cannot be \"0\"\n  A namespace is a number from 1 to \
+             4294967294; `nvme-mpt drives` shows them",
         ),
         (
             "path=/d,arbitration=weighted",
@@ -443,6 +444,70 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         assert!(
             error_message.starts_with(&format!("Option \"{key}\" cannot be \"never\"\n  ")),
             "{error_message}"
+        );
+    }
+}
+
+/// Returns whether an option's value is a number, possibly with a unit.
+fn is_numeric(option: &FunctionOption) -> bool {
+    let mut forms = option.help.value.split(['|', '+', '[']);
+    forms.any(|form| {
+        matches!(form, "N" | "NUMBER" | "SIZE" | "SECONDS" | "START") || form.parse::<u64>().is_ok()
+    })
+}
+
+#[test]
+fn a_wrong_number_is_answered_with_the_option_its_value_and_what_it_accepts() {
+    let numeric: Vec<_> = OPTIONS.iter().filter(|option| is_numeric(option)).collect();
+    assert!(
+        OPTIONS
+            .iter()
+            .all(|option| option.number.is_none() || is_numeric(option))
+    );
+    assert_eq!(numeric.len(), 15);
+    let of_numbers = [
+        "many".parse::<u8>(),
+        "-1".parse(),
+        "999".parse(),
+        "".parse(),
+    ];
+    let unspecific = of_numbers.map(|number| number.unwrap_err().to_string());
+    for value in ["many", "-1", "1.5", "99999999999999999999999"] {
+        for option in &numeric {
+            let key = option.help.key;
+            let pairs = [("path", "0000:01:00.0"), (key, value)];
+            let config = FunctionConfig::from_pairs(pairs);
+            let config = config.and_then(|config| config.options()).unwrap_err();
+            for message in [
+                error_text::<FunctionOptions>(&format!("path=0000:01:00.0,{key}={value}")),
+                crate::report::chain(&config),
+            ] {
+                let start = format!("Option \"{key}\" cannot be \"{value}\"\n  ");
+                let accepted = message.strip_prefix(&start).expect(&message);
+                assert!(!unspecific.iter().any(|text| text == accepted), "{message}");
+            }
+        }
+    }
+    for option in OPTIONS.iter().filter(|option| option.number.is_some()) {
+        let key = option.help.key;
+        for (value, shown) in [
+            ("\"many\"", "string \"many\""),
+            ("-1", "integer `-1`"),
+            ("1.5", "floating point `1.5`"),
+            ("true", "boolean `true`"),
+        ] {
+            let json = format!(r#"{{"path":"0000:01:00.0","{key}":{value}}}"#);
+            let error = serde_json::from_str::<FunctionConfig>(&json).unwrap_err();
+            let expected = format!("{shown}, expected a whole number for the option \"{key}\"");
+            assert!(error.to_string().contains(&expected), "{error}");
+        }
+    }
+    for key in RateChange::KEYS {
+        let message = error_text::<RateChange>(&format!("{key}=many"));
+        assert!(message.starts_with(&format!("Option \"{key}\" cannot be \"many\"\n  ")));
+        assert!(
+            !unspecific.iter().any(|text| message.ends_with(text)),
+            "{message}"
         );
     }
 }

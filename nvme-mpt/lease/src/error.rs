@@ -39,7 +39,7 @@ impl fmt::Display for DriveMatchReason {
 #[derive(Debug, Error)]
 #[error(
     "Drive {drive} {likeness} {earlier}, with data of \"{}\": if it is that drive, {remedy}, where PATH leads to this drive; \
-     if not, say range= and data=keep (or --keep-data) to take the range as it is{}",
+     if not, say range= and data=keep to take the range as it is{}",
     ids.join("\", \""),
     match likeness {
         DriveMatchReason::OtherName => ", or give a copied file system another UUID",
@@ -112,8 +112,8 @@ pub enum LeaseError {
     },
     /// The range has data of another id.
     #[error(
-        "Range {range} of {drive} has {left}: say data=keep (or --keep-data) to hand it over to lease \"{id}\", or \
-         data=wipe (or --wipe) to have it erased first"
+        "Range {range} of {drive} has {left}: say data=keep to hand it over to lease \"{id}\", or data=wipe to have it \
+         erased first"
     )]
     OthersData {
         /// The requested range.

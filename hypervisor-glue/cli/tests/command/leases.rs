@@ -256,7 +256,7 @@ fn data_of_another_id_is_handed_over_or_wiped_only_on_request() {
     let of_first = serial(&server.printed);
     server.stop();
     let refused = bench.serve("two", &[other]).unwrap_err();
-    for expected in ["data of lease \"a\" in 0+16M", "--keep-data", "--wipe"] {
+    for expected in ["data of lease \"a\" in 0+16M", "data=keep", "data=wipe"] {
         assert!(refused.stderr.contains(expected), "{}", refused.stderr);
     }
     let options = format!("{other},data=keep");

@@ -608,6 +608,8 @@ fn another_ids_data_blocks_a_range_until_the_operator_decides() {
             for expected in ["data of lease \"a\" in 1G+1G", "data=keep", "data=wipe"] {
                 assert!(message.contains(expected), "{message}");
             }
+            // A VMM has no command line of the server.
+            assert!(!message.contains("--"), "{message}");
         }
         ledger.acquire(&strict("b", "2G+1G")).unwrap();
 

@@ -102,7 +102,22 @@ proptest! {
     }
 }
 
-/// Their `gitlint` allows lines of 72 characters, and a subject starts with a component.
+/// Components that subjects of these series name; Cloud Hypervisor's `scripts/gitlint/rules` has all.
+const COMPONENTS: &[&str] = &[
+    "build",
+    "devices",
+    "docs",
+    "main",
+    "pci",
+    "seccomp",
+    "tests",
+    "virtio-devices",
+    "vm-device",
+    "vmm",
+];
+
+/// Cloud Hypervisor checks messages by gitlint: lines have at most 72 characters, and a subject is `component, component:
+/// submodule: Summary` without a full stop. Git itself removes blanks at the ends of lines.
 #[test]
 fn each_series_of_this_project_is_read_and_its_messages_have_their_form() {
     let names = series::known_names();
@@ -116,10 +131,16 @@ fn each_series_of_this_project_is_read_and_its_messages_have_their_form() {
         assert!(!series.commits.is_empty());
         for commit in &series.commits {
             let (subject, _) = commit.message.split_once('\n').unwrap();
+            let (components, _) = subject.split_once(": ").unwrap();
+            for component in components.split(", ") {
+                assert!(COMPONENTS.contains(&component), "{subject}");
+            }
             let (_, change) = subject.rsplit_once(": ").unwrap();
             assert!(change.starts_with(char::is_uppercase), "{subject}");
+            assert!(subject.ends_with(char::is_alphanumeric), "{subject}");
             for line in commit.message.lines() {
                 assert!(line.len() <= 72, "{name}/{}: {line}", commit.name);
+                assert!(!line.contains('\t'), "{name}/{}: {line}", commit.name);
             }
         }
     }

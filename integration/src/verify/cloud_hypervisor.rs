@@ -18,8 +18,9 @@ const FEATURE: [&str; 2] = ["--features", "nvme_mpt"];
 /// Features of the crate `vmm` alone, which needs a hypervisor.
 const FEATURES_OF_VMM: [&str; 2] = ["--features", "kvm,nvme_mpt"];
 
-/// Makes the branch of commits, and checks its last commit as Cloud Hypervisor's own integration does: format, lints, which
-/// compile its integration tests as well, and the tests of its crate `vmm`. Checks that each commit compiles.
+/// Makes the branch of commits, and checks that it adds no dependency without its feature. Checks its last commit as Cloud
+/// Hypervisor's own integration does: format, lints, which compile its integration tests as well, and the tests of its crate
+/// `vmm`. Checks that each commit compiles.
 pub(super) fn run(context: &mut StepContext) -> Result<(), VerifyError> {
     let Some(source) = env::var_os(SOURCE_VARIABLE).map(PathBuf::from) else {
         let what = format!("the series for Cloud Hypervisor: set {SOURCE_VARIABLE} to a checkout");
@@ -37,10 +38,21 @@ pub(super) fn run(context: &mut StepContext) -> Result<(), VerifyError> {
     // The user's checkout stays as it is.
     process::run(git(&source).args(["clone", "--quiet", "."]).arg(&clone))?;
 
+    let dependencies_before = dependencies(context, &clone)?;
+    // The branch needs a clean checkout, and cargo may have updated the lock file.
+    process::run(git(&clone).args(["checkout", "--quiet", "--", "."]))?;
+
     let arguments = ["run", "--release", "--package", "patch-vmm", "--"];
     let mut patch = context.cargo(&arguments);
     patch.arg(&clone).args(["--branch", BRANCH]);
     context.run(&mut patch, CountedChecks::One)?;
+    let dependencies_after = dependencies(context, &clone)?;
+    if dependencies_after != dependencies_before {
+        let changed =
+            "its dependencies without the feature nvme_mpt differ from those before the branch";
+        return Err(file_error(&clone, io::Error::other(changed)));
+    }
+    context.count.passed += 1;
 
     let commits = format!("HEAD..{BRANCH}");
     let commits = process::run(git(&clone).args(["rev-list", "--reverse", &commits]))?;
@@ -71,6 +83,12 @@ pub(super) fn run(context: &mut StepContext) -> Result<(), VerifyError> {
             Ok(())
         }
     }
+}
+
+/// Returns the dependencies of the program with its default features, as cargo prints them.
+fn dependencies(context: &StepContext, clone: &Path) -> Result<String, VerifyError> {
+    let arguments = ["tree", "--edges", "normal", "--package", "cloud-hypervisor"];
+    Ok(process::run(context.cargo(&arguments).current_dir(clone))?)
 }
 
 fn in_clone(

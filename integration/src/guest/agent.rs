@@ -206,7 +206,7 @@ impl GuestAgent {
         self.vmm.kill();
     }
 
-    /// Returns the end of the guest's console: see [`end_of_console`].
+    /// Returns the end of the guest's console. After a panic, returns the kernel's report from the fault on that caused it.
     pub fn console_tail(&self) -> String {
         let text = fs::read(&self.console).unwrap_or_default();
         end_of_console(&String::from_utf8_lossy(&text))

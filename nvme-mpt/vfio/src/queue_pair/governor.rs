@@ -100,7 +100,7 @@ pub struct DriveGovernor {
     waiting: WaitingPairs,
     /// Number of heavy users' bytes in flight, on all pairs.
     in_flight: AtomicU64,
-    /// Number of directly submitted commands in flight at the last survey, or [`UNKNOWN`].
+    /// Number of commands in flight at the last survey that lone users had submitted directly, or [`UNKNOWN`].
     direct: AtomicU64,
     /// Time at which the last light command completed.
     light_completed_at: AtomicU64,
@@ -203,7 +203,7 @@ impl DriveGovernor {
         self.activity_ticks
     }
 
-    /// Returns whether lone users may not submit directly at present, on all pairs.
+    /// Returns whether no user may submit directly at present, on all pairs.
     #[inline]
     pub(super) fn is_direct_disabled(&self, now: Ticks) -> bool {
         now.0 < self.direct_disabled_until.load(Ordering::Relaxed)
@@ -233,8 +233,8 @@ impl DriveGovernor {
         self.weight_limited_until.store(0, Ordering::Relaxed);
     }
 
-    /// Records the number of directly submitted commands in flight. `None` stands for a drive on which lone users submit
-    /// directly, so that the number may grow at any time.
+    /// Records the number of commands in flight that lone users have submitted directly. `None` stands for a drive on which
+    /// they still submit directly, so that the number may grow at any time.
     pub(super) fn set_direct_commands(&self, commands: Option<u64>) {
         self.direct
             .store(commands.unwrap_or(UNKNOWN), Ordering::Relaxed);
@@ -313,8 +313,8 @@ impl DriveGovernor {
         self.light_until.fetch_max(until, Ordering::Relaxed);
         self.direct_disabled_until
             .fetch_max(until, Ordering::Relaxed);
-        // Directly submitted commands are ahead of light commands in the drive, and a pause of heavy users does not change
-        // that. A probe therefore waits until no such command is in flight.
+        // Commands that lone users have submitted directly are ahead of light commands in the drive, and a pause of heavy
+        // users does not change that. A probe therefore waits until no such command is in flight.
         if now.0 >= self.next_probe.load(Ordering::Relaxed)
             && self.direct.load(Ordering::Relaxed) == 0
         {

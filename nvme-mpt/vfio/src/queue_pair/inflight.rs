@@ -165,8 +165,8 @@ pub struct InFlightSample {
 /// [`InFlightSample::oldest`].
 pub const OLDEST_MAX: usize = 8;
 
-/// Record of an in-flight command that went through arbitration: a child of a split command, or a command of a user that shares
-/// the pair.
+/// Record of an in-flight command in the special table: a child of a split command, or a command of a user that shares the
+/// pair.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct InFlightCommand {
     /// Number of the user that the command belongs to.

@@ -4,15 +4,15 @@
 //! are in flight are limited to what the drive completes in a quarter of that time. Further commands wait at their queue pair.
 //! A drive that is known to be fast has no limit, and commands of lone users go to such a drive directly and are not counted.
 //!
-//! Until the drive has proved fast, commands of more than [`DIRECT_BYTES_MAX`] bytes do not go directly to the drive. The drive
-//! monitor decides ten times a second whether the drive is fast:
+//! Until the drive has proved fast, a lone user's commands of more than [`DIRECT_BYTES_MAX`] bytes do not go directly to it.
+//! The drive monitor decides ten times a second whether the drive is fast:
 //!
 //! - A drive that completes [`FAST_THRESHOLD`] in a quarter of `timeout=` is fast.
 //! - A drive whose commands take longer than an eighth of `timeout=` is not fast. To count as fast again, the drive must
 //!   complete four times as many bytes in a quarter of `timeout=`. While its commands take longer than an eighth of `timeout=`,
 //!   small commands do not go directly to the drive either.
 
-/// Maximum bytes of a directly submitted command on a drive that is not known to be fast.
+/// Maximum bytes of a command that a lone user submits directly, on a drive that is not known to be fast.
 pub(super) const DIRECT_BYTES_MAX: u64 = 16 << 10;
 
 /// Maximum bytes in flight of a queue pair before its first survey, on a drive that is not known to be fast.
@@ -33,9 +33,9 @@ const LIMIT_MIN: u64 = 64 << 10;
 pub(super) struct DriveWork {
     /// Time between the surveys, in ticks.
     pub(super) elapsed: u64,
-    /// Number of bytes that have completed between the surveys. Directly submitted commands do not count.
+    /// Number of bytes that have completed between the surveys. Direct commands of lone users do not count.
     pub(super) completed_bytes: u64,
-    /// Number of bytes in flight at the second survey. Directly submitted commands do not count.
+    /// Number of bytes in flight at the second survey. Direct commands of lone users do not count.
     pub(super) inflight_bytes: u64,
     /// Numbers of commands that have completed between the surveys, and of commands in flight at the second one.
     pub(super) completed_commands: u64,

@@ -12,8 +12,8 @@
 //! NVMe does not order commands in flight, so the two pairs may complete them in any order. A Flush covers all writes that
 //! completed before it, on any pair.
 //!
-//! A queue under arbitration checks for a migration once per batch. A lone user does not check: a pending migration ends its
-//! direct submission, so that its next batch goes through arbitration.
+//! A queue under arbitration checks for a migration once per batch. A user that submits directly does not check: a pending
+//! migration ends its direct submission, so that its next batch goes through arbitration.
 
 use std::sync::{Arc, Weak};
 

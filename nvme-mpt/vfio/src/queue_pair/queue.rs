@@ -196,8 +196,8 @@ impl VfioQueue {
     }
 }
 
-/// A batch of commands of one queue. Commands of a lone user go directly to the ring, under the pair's lock. Otherwise they are
-/// staged, and go through arbitration when the batch is rung.
+/// A batch of commands of one queue. Commands that need no arbitration go directly to the ring, under the pair's lock. All
+/// others are staged, and go through arbitration when the batch is rung.
 #[derive(Debug)]
 pub struct VfioBatch<'a> {
     shared: &'a Arc<QueuePairInner>,
@@ -220,7 +220,7 @@ enum DirectSubmission<'a> {
         /// Tail that the ring had before the first command that is not counted yet.
         tail: u32,
     },
-    /// Commands of one of several users.
+    /// Commands of a user of a shared pair. The pair's state has the permission.
     Shared(MutexGuard<'a, QueuePairCore>),
 }
 

@@ -137,7 +137,7 @@ pub struct DriveSurvey {
     is_full: bool,
     /// Limit of the drive's bytes in flight, by which no command exceeds `timeout=`; `None` until the first survey.
     inflight_bound: Option<InFlightBound>,
-    /// Numbers of bytes that have completed since the last survey, and of bytes in flight. Directly submitted commands do not
+    /// Numbers of bytes that have completed since the last survey, and of bytes in flight. Direct commands of lone users do not
     /// count.
     completed_bytes: u64,
     inflight_bytes: u64,

@@ -31,7 +31,7 @@ pub(super) struct WaitingCommand {
 pub(super) struct QueuePairUser {
     /// Maximum size of a command that the drive accepts as a whole, in this user's blocks.
     pub(super) whole_limit: UnsplitLimit,
-    /// Maximum size of a command that may go directly to the ring, in this user's blocks.
+    /// Maximum size of a command that the user may submit directly while it is alone, in this user's blocks.
     pub(super) direct_limit: UnsplitLimit,
     /// Commands that wait for dispatch, oldest first.
     pub(super) waiting: VecDeque<WaitingCommand>,
@@ -52,7 +52,7 @@ pub(super) struct QueuePairUser {
     pub(super) is_migrating: bool,
     /// Home pair of the queue, while the queue borrows this pair.
     pub(super) home_pair: Option<Weak<QueuePairInner>>,
-    /// Time of the queue's last batch that went through arbitration.
+    /// Time of the queue's last batch, without batches that it submitted directly as lone user.
     pub(super) last_batch: Ticks,
     /// Time at which a command of the user last went to the drive while the drive was weighed.
     pub(super) weighed_at: Ticks,
@@ -93,7 +93,7 @@ impl QueuePairUser {
         }
     }
 
-    /// Limits direct commands to `bytes` bytes, on a drive that accepts `max_transfer` bytes per command.
+    /// Limits the direct commands of a lone user to `bytes` bytes, on a drive that accepts `max_transfer` bytes per command.
     pub(super) fn limit_direct(&mut self, bytes: u64, max_transfer: u64) {
         self.direct_limit = UnsplitLimit::new(bytes.min(max_transfer), self.queue.lba_shift);
     }

@@ -3,9 +3,10 @@
 //! Two kinds of users submit directly:
 //!
 //! - The *lone* user of a pair. Its commands are in the plain table, and no window counts them.
-//! - A heavy user of a pair with several users, while no command waits for the pair and the window has room for the batch.
-//!   Arbitration starts anew, with equal virtual times, whenever no lease waits (`arbitration.rs`). So these commands would be
-//!   dispatched at once, and nothing would be charged for them. They count against the window, like those that have waited.
+//! - A heavy user of a *shared* pair, which has several users, while no command waits at the pair. The commands that exceed the
+//!   window or the ring are not submitted directly. Arbitration would dispatch the others at once. It would charge the user for
+//!   them, but forget that before its next decision, since all leases start with equal virtual times after nobody has waited
+//!   (`arbitration.rs`). The window counts these commands like all others of heavy users.
 
 use nvme_guest::adaptive::CommandClass;
 use nvme_mpt::host::{CompletionTaker, HostCompletion};
@@ -18,17 +19,15 @@ use super::super::split::UnsplitLimit;
 use super::super::user::WEIGHT_MIN;
 use super::{QueuePairCore, QueuePairState};
 
-/// Permission of one of a pair's several users to submit directly, with counts of what it has submitted. Valid while a batch
-/// holds the pair's lock.
+/// Permission of a user of a shared pair to submit directly, and counts of the commands that it has submitted. Valid while a
+/// batch holds the pair's lock.
 #[derive(Debug)]
 pub(super) struct SharedPermit {
     user: u16,
     /// Number of submitted commands.
     count: u32,
-    /// Maximum size of a command that the drive accepts as a whole.
+    /// Maximum size of a command.
     limit: UnsplitLimit,
-    /// Maximum length in bytes of a command.
-    length_max: u64,
     /// Number of bytes that the window has left.
     bytes_left: u64,
     /// Number of bytes of the submitted commands, as they count in the window.
@@ -93,7 +92,7 @@ impl QueuePairCore {
         count as u32
     }
 
-    /// Returns whether this user, one of several, may [submit](Self::submit_shared) up to `count` commands directly now.
+    /// Returns whether this user of a shared pair may [submit](Self::submit_shared) up to `count` commands directly now.
     #[inline(never)]
     pub(in super::super) fn permit_shared(&mut self, number: u16, count: u32, now: Ticks) -> bool {
         if self.users_total < 2
@@ -106,6 +105,8 @@ impl QueuePairCore {
         {
             return false;
         }
+        // The window depends on whether other users are active as well.
+        self.sharing.on_command_arrived(number, false, now);
         let (bytes, part) = match self.sharing.window(now) {
             QueuePairWindow::Open => (u64::MAX, u64::MAX),
             QueuePairWindow::Pair { bytes, part } => (bytes, part),
@@ -122,8 +123,7 @@ impl QueuePairCore {
         }
         self.shared_permit = Some(SharedPermit {
             user: number,
-            limit: user.whole_limit,
-            length_max: user.whole_limit.bytes().min(part),
+            limit: UnsplitLimit::new(user.whole_limit.bytes().min(part), user.queue.lba_shift),
             bytes_left,
             count: 0,
             submitted_bytes: 0,
@@ -142,7 +142,7 @@ impl QueuePairCore {
         let bytes = permit.limit.data_len(sqe);
         let weight = bytes.max(WEIGHT_MIN);
         // A command without data counts by the blocks of its ranges, in arbitration.
-        if bytes == 0 || bytes > permit.length_max || weight > permit.bytes_left {
+        if bytes == 0 || bytes > permit.limit.bytes() || weight > permit.bytes_left {
             return false;
         }
         let command = InFlightCommand {
@@ -173,7 +173,6 @@ impl QueuePairCore {
         let count = permit.count;
         self.stats.commands += u64::from(count);
         self.sharing.on_heavy_submitted(permit.submitted_bytes);
-        self.sharing.on_command_arrived(permit.user, false, now);
         let heavy_ticks = self.heavy_ticks();
         if let Some(user) = self.user(permit.user) {
             user.last_batch = now;

@@ -1,7 +1,8 @@
 //! Shared state of a queue pair's users, under the pair's lock: arbitration and in-flight commands.
 //!
-//! The commands of a lone user go directly from its batch to the ring, and completions directly from the ring to the user.
-//! Commands of all other users wait in front of the ring and are dispatched in this order:
+//! The commands of a lone user go directly from its batch to the ring, and completions directly from the ring to the user. So
+//! do those of heavy users while no command waits ([`direct`]). All other commands wait in front of the ring and are
+//! dispatched in this order:
 //!
 //! 1. Commands of light users, immediately, whatever the weights of their leases are.
 //! 2. Commands of heavy users, in bytes by [the weights of their leases](super::arbitration), as far as the [governor's
@@ -370,12 +371,12 @@ impl QueuePairCore {
         self.inflight.free_count() <= self.light_entries()
     }
 
-    /// Returns the number of in-flight commands that were submitted directly.
+    /// Returns the number of in-flight commands that a lone user has submitted directly.
     pub(super) fn direct_count(&self) -> usize {
         self.inflight.plain_count()
     }
 
-    /// Returns the maximum size in bytes of a command that goes directly to the ring.
+    /// Returns the maximum size in bytes of a command that a lone user may submit directly.
     fn direct_bytes_max(&self) -> u64 {
         match self.sharing.heavy_bytes_max {
             u64::MAX => u64::MAX,
@@ -384,7 +385,7 @@ impl QueuePairCore {
     }
 
     /// Sets the limit of heavy users' bytes in flight on this pair, or removes it for `None`. Also adapts the size of commands
-    /// that go directly to the ring.
+    /// that a lone user may submit directly.
     pub(super) fn limit_heavy_bytes(&mut self, bytes: Option<u64>) {
         let before = self.direct_bytes_max();
         self.sharing.heavy_bytes_max = bytes.unwrap_or(u64::MAX);

@@ -11,16 +11,13 @@ use super::{BOOT_TIMEOUT, GuestError};
 use crate::process::{self, SupervisedChild};
 use crate::vmm::counters::has_host_registers;
 
-/// Maximum number of lines of a kernel's report of a fault or a panic in an error.
-const REPORT_LINES: usize = 70;
-/// Beginnings of a kernel's report of a fault, which ends with a panic.
-const FAULTS: [&str; 5] = [
-    "BUG: ",
-    "Oops: ",
-    "general protection fault",
-    "stack segment: ",
-    "kernel BUG at ",
-];
+/// Maximum number of lines in front of a kernel panic in which the report of its cause is looked for.
+const FAULT_LINES: usize = 70;
+/// Maximum number of lines of a kernel panic in an error.
+const PANIC_LINES: usize = 25;
+/// Parts of the first line of a kernel's report of a fault. On x86, the line with an exception's name ends in the number of
+/// exceptions so far, such as `[#1]`.
+const FAULTS: [&str; 3] = ["BUG: ", "kernel BUG at ", " [#"];
 
 /// The agent of a guest, and the VMM's process. Dropping it kills the VMM.
 #[derive(Debug)]
@@ -244,21 +241,17 @@ impl GuestAgent {
     }
 }
 
-/// Returns the end of a console. If the kernel panicked, returns its report of the fault that caused the panic, or else the
-/// panic's.
+/// Returns the end of a console. If the kernel panicked, returns the first lines of the panic, and all lines in front of it from
+/// the fault on that caused it.
 fn end_of_console(text: &str) -> String {
-    let Some(panic) = text.rfind("Kernel panic") else {
+    let lines: Vec<&str> = text.lines().collect();
+    let Some(panic) = lines.iter().rposition(|it| it.contains("Kernel panic")) else {
         return process::tail(text);
     };
-    let fault = FAULTS
-        .iter()
-        .filter_map(|fault| text[..panic].find(fault))
-        .min();
-    text[fault.unwrap_or(panic)..]
-        .lines()
-        .take(REPORT_LINES)
-        .collect::<Vec<_>>()
-        .join("\n")
+    let is_fault = |line: &str| FAULTS.iter().any(|fault| line.contains(fault));
+    let fault = (panic.saturating_sub(FAULT_LINES)..panic).find(|number| is_fault(lines[*number]));
+    let end = lines.len().min(panic + PANIC_LINES);
+    lines[fault.unwrap_or(panic)..end].join("\n")
 }
 
 #[cfg(test)]
@@ -267,24 +260,25 @@ mod tests {
 
     #[test]
     fn report_of_a_fault_is_shown_from_its_first_line() {
-        let text = "[ 1.9] nvme nvme0: pci function\n\
-                    [ 2.0] BUG: unable to handle page fault for address: ffff88\n\
-                    [ 2.0] Oops: Oops: 0002 [#1] PREEMPT SMP\n\
-                    [ 2.0] RIP: 0010:nvme_irq+0x1/0x2\n\
-                    [ 2.0] Kernel panic - not syncing: Fatal exception in interrupt\n";
-        let end = end_of_console(text);
-        assert!(end.starts_with("BUG: unable"), "{end}");
-        assert!(end.contains("RIP: "), "{end}");
-        assert!(end.ends_with("in interrupt"), "{end}");
+        let of_page =
+            "BUG: unable to handle page fault for address: ffff88\nOops: 0002 [#1] PREEMPT SMP\n";
+        let of_opcode = "invalid opcode: 0000 [#1] PREEMPT SMP\n";
+        for fault in [of_page, of_opcode] {
+            let report = format!(
+                "{fault}RIP: 0010:nvme_irq+0x1/0x2\nKernel panic - not syncing: Fatal exception"
+            );
+            // An earlier report, which did not end the kernel, is not the cause.
+            let between = "nvme nvme0: pci function\n".repeat(FAULT_LINES);
+            let earlier = "BUG: soft lockup - CPU#0 stuck for 26s!\n";
+            let end = end_of_console(&format!("{earlier}{between}{report}\n"));
+            assert_eq!(end, report);
+        }
     }
 
     #[test]
     fn panic_without_a_fault_is_shown_from_its_first_line() {
-        let end = end_of_console("a\nKernel panic - not syncing: No working init found.\nCPU: 0\n");
-        assert_eq!(
-            end,
-            "Kernel panic - not syncing: No working init found.\nCPU: 0"
-        );
+        let report = "Kernel panic - not syncing: No working init found.\nCPU: 0";
+        assert_eq!(end_of_console(&format!("a\n{report}\n")), report);
         assert_eq!(end_of_console("a\nb\n"), "a\nb");
     }
 }

@@ -35,6 +35,7 @@ mod queue;
 mod queue_syncs;
 #[cfg(not(simulation))]
 mod reopen;
+mod shared_syncs;
 mod slice_scheduler;
 mod steps;
 #[cfg(test)]
@@ -63,6 +64,7 @@ use io_mode::{FileIoMode, TransferBuffer, TransferDirection};
 use kernel::{BackingId, File, OpenedFile};
 use lease_locks::LeaseFileLocks;
 use mapped_pages::MappedFilePages;
+use shared_syncs::SharedSyncs;
 use slice_scheduler::SliceScheduler;
 use write_errors::FileWriteErrors;
 
@@ -115,6 +117,8 @@ pub(super) struct SharedFile {
     pub(super) uncorrectable: Arc<UncorrectableBlocks>,
     damage_watch: FileDamageWatch,
     write_errors: FileWriteErrors,
+    /// Syncs of leases that are flushed together.
+    syncs: SharedSyncs,
     /// Timeout of a pending request, after which the request's queue fails.
     timeout: OnceLock<Duration>,
     /// Companion file, such as the file of zone states, which each sync of the blocks syncs as well.
@@ -172,6 +176,7 @@ impl FileBackingStore {
             uncorrectable: Arc::default(),
             damage_watch: FileDamageWatch::new(is_regular, bytes),
             write_errors: FileWriteErrors::default(),
+            syncs: SharedSyncs::default(),
             timeout: OnceLock::new(),
             companion: OnceLock::new(),
         };

@@ -339,7 +339,7 @@ impl LeasedFile {
 
     /// Forgets lost writes when a VMM connects, because its guest has not written anything yet.
     pub(crate) fn clear_write_errors(&self) {
-        let files = [Some(&self.buffered), self.companion.as_ref()];
+        let files = self.synced_files();
         // Consume errors from before this VMM connected.
         for file in files.into_iter().chain([self.data.as_ref()]).flatten() {
             let _ = write_back_error(file);
@@ -448,14 +448,20 @@ impl LeasedFile {
         end - range.start()
     }
 
-    /// Makes all written data durable.
+    /// Makes all written data durable, with a sync that other leases of the file may [share](super::shared_syncs::SharedSyncs).
     ///
     /// # Errors
     /// Returns the error of `fdatasync`, or an error if the lease has lost writes.
     pub(crate) fn sync(&self) -> io::Result<()> {
-        let files = [Some(&self.buffered), self.companion.as_ref()];
-        let synced = files.map(|file| file.map_or(Ok(()), File::sync_data));
-        let synced: io::Result<()> = synced.into_iter().collect();
+        let mut earlier = Ok(());
+        let synced = self.shared.syncs.sync(|| {
+            // Received first, because an error of an earlier write-back may be older than a lease that shares this sync.
+            earlier = self.unreceived_error();
+            self.sync_files()
+        });
+        // If another lease has synced, this lease's descriptions have not reported their errors yet.
+        let later = self.unreceived_error();
+        let synced = earlier.and(synced).and(later);
         if let Err(error) = &synced {
             self.handle_write_error(error);
         }
@@ -465,6 +471,28 @@ impl LeasedFile {
             return Err(synced.err().unwrap_or_else(|| io::Error::other(what)));
         }
         Ok(())
+    }
+
+    /// Syncs the file and the companion file, through the lease's own descriptions.
+    fn sync_files(&self) -> io::Result<()> {
+        let synced = self
+            .synced_files()
+            .map(|file| file.map_or(Ok(()), File::sync_data));
+        file_sync_result(synced.into_iter().collect())
+    }
+
+    /// Returns the write-back error that the descriptions for syncs have not received yet, if there is one.
+    fn unreceived_error(&self) -> io::Result<()> {
+        // Checks all files even after an error, so that no old error is left for the next sync.
+        let results = self
+            .synced_files()
+            .map(|file| file.map_or(Ok(()), write_back_error));
+        results.into_iter().collect()
+    }
+
+    /// Returns the lease's descriptions of the files that each sync makes durable.
+    const fn synced_files(&self) -> [Option<&File>; 2] {
+        [Some(&self.buffered), self.companion.as_ref()]
     }
 
     /// Returns the descriptor for data transfers.
@@ -508,6 +536,17 @@ fn open_data(shared: &SharedFile) -> io::Result<Option<File>> {
 #[cfg(not(test))]
 pub(super) const fn sync_result(result: Result<usize, i32>) -> Result<usize, i32> {
     result
+}
+
+#[cfg(not(test))]
+fn file_sync_result(result: io::Result<()>) -> io::Result<()> {
+    result
+}
+
+#[cfg(test)]
+fn file_sync_result(result: io::Result<()>) -> io::Result<()> {
+    let reported = NEXT_SYNC_ERROR.take();
+    reported.map_or(result, |errno| Err(io::Error::from_raw_os_error(errno)))
 }
 
 #[cfg(not(test))]

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use std::thread;
 
 use log::{Level, LevelFilter, Log, Metadata, Record};
 
@@ -215,6 +216,45 @@ fn a_zone_stays_writable_when_its_write_reports_a_loss_elsewhere() {
     assert_eq!(scene.run(&mut queue, &write(1)), LOST_WRITES);
     lease.clear_write_errors();
     assert_eq!(scene.run(&mut queue, &write(2)), Status::SUCCESS);
+}
+
+#[test]
+fn leases_that_share_a_sync_share_its_error() {
+    let scene = Scene::new();
+    let syncs = &scene.store.shared.syncs;
+    let leases = ["a", "b", "c"].map(|name| scene.store.open_for_lease(name, 1 << 20, None));
+    let [a, b, c] = leases.map(Result::unwrap);
+    let flush = |lease: &Arc<LeasedFile>| {
+        let lease = lease.clone();
+        thread::spawn(move || {
+            NEXT_SYNC_ERROR.set(Some(libc::EIO));
+            let result = lease.sync();
+            // Only the thread that has synced has used its error.
+            (result, NEXT_SYNC_ERROR.take().is_none())
+        })
+    };
+    // The two flushes arrive during a sync of their file, so they share the next one.
+    let mut flushes = Vec::new();
+    syncs
+        .sync(|| {
+            flushes.extend([&a, &b].map(flush));
+            while syncs.waiting() < 2 {
+                thread::yield_now();
+            }
+            Ok(())
+        })
+        .unwrap();
+    let mut syncs_made = 0;
+    for flush in flushes {
+        let (result, has_synced) = flush.join().unwrap();
+        assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EIO));
+        syncs_made += usize::from(has_synced);
+    }
+    assert_eq!(syncs_made, 1);
+    assert!(a.has_lost_writes() && b.has_lost_writes());
+    assert!(!c.has_lost_writes());
+    c.sync().unwrap();
+    a.sync().unwrap_err();
 }
 
 #[test]
